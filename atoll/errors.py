@@ -1,0 +1,22 @@
+"""Errors a user can mend, and the helpers that word them."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class AtollError(Exception):
+    """Something the user gave cannot work. The message names the value and the remedy; the CLI prints it in one line."""
+
+
+def unknown(kind: str, name: str, options: Iterable[str]) -> AtollError:
+    """Error for a `name` that is none of `options`, with the nearest one suggested."""
+    known = sorted(options)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'?" if near else "choose one of: " + ", ".join(known)
+    return AtollError(f"unknown {kind} '{name}'; {hint}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `AtollError(message)` unless `condition` holds."""
+    if not condition:
+        raise AtollError(message)
