@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class AtollError(Exception):
-    """Something the user gave cannot work. The message names the value and the remedy; the CLI prints it in one line."""
+    """Something the user gave cannot work. The message, one line, names the value and the remedy."""
 
 
 def unknown(kind: str, name: str, options: Iterable[str]) -> AtollError:

@@ -1,0 +1,12 @@
+"""What clients can collect, what they minimise and how they are scored."""
+
+from typing import Any
+
+from .base import Problem, ProblemSettings
+from .classification import Classification
+from .data import from_folder, from_mapping
+from .quadratic import Quadratic
+
+PROBLEMS: dict[str, type[Any]] = {"classification": Classification, "quadratic": Quadratic}
+
+__all__ = ["PROBLEMS", "Classification", "Problem", "ProblemSettings", "Quadratic", "from_folder", "from_mapping"]

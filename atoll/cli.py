@@ -1,0 +1,398 @@
+"""The command `atoll`."""
+
+import dataclasses
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import jax
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .algorithms import ALGORITHMS
+from .errors import AtollError, unknown
+from .federation import Federation, Record, Run, Watcher
+from .problems import PROBLEMS
+from .problems.data import DATASETS
+from .problems.models import MODELS
+from .problems.partition import PARTITIONS
+from .recipes import RECIPES, recipe
+from .runs import RunFiles
+from .server import OPTIMIZERS, WEIGHTINGS
+from .version import __version__
+
+T = TypeVar("T")
+_console = Console(stderr=True, highlight=False)
+_INTERRUPTED = 130  # what shells report for Ctrl-C
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Where a run is kept and on what it runs."""
+
+    name: str | None = None
+    """name of the run (default: the recipe's with a number)"""
+    runs_dir: Path = Path("runs")
+    """folder of all runs"""
+    devices: int | None = None
+    """devices to spread a cohort over (default: all GPUs, or all CPU cores); changes no number"""
+    checkpoint_every: int = 1
+    """rounds between checkpoints"""
+
+    def __post_init__(self) -> None:
+        if self.devices is not None and self.devices < 1:
+            raise AtollError(f"devices is {self.devices}; it must be at least 1")
+        if self.checkpoint_every < 1:
+            raise AtollError(f"checkpoint_every is {self.checkpoint_every}; it must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class _RunOptions:
+    federation: Annotated[Federation, tyro.conf.arg(name="")]
+    where: Annotated[Where, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Where)
+
+
+def run_command(arguments: list[str]) -> int:
+    """Train: atoll run RECIPE|CONFIG.json [--algorithm NAME] [--rounds N --clients N --cohort N --seed N --name X]."""
+    name, rest = _positional(arguments, "a recipe", RECIPES)
+    chosen, rest = _option(rest, "--algorithm")
+    label, default = _base_federation(name, chosen)
+    options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll run {name}")
+    _use_devices(options.where.devices)
+    directory = options.where.runs_dir / (options.where.name or _free_name(options.where.runs_dir, label))
+    run = options.federation.start(directory)
+    _console.print(f"{escape(str(directory))}: {_describe(options.federation)}")
+    return _train(run, options.where.checkpoint_every)
+
+
+def resume_command(arguments: list[str]) -> int:
+    """Continue a run, bit-identically: atoll resume DIR [--rounds N]."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        rounds: int | None = None
+        """train up to this round (default: what the run was started with)"""
+        devices: int | None = None
+        """devices to spread a cohort over"""
+        checkpoint_every: int = 1
+        """rounds between checkpoints"""
+
+    directory, rest = _positional(arguments, "a run's directory")
+    options = _parse(Options, Options(), rest, "atoll resume DIR")
+    _use_devices(options.devices)
+    run = Run.resume(directory, options.rounds)
+    if run.round >= run.federation.rounds:
+        run.close()
+        raise AtollError(
+            f"{directory} is finished at round {run.round}; to train on, raise it: "
+            f"atoll resume {directory} --rounds {2 * run.round}"
+        )
+    _console.print(f"{escape(directory)}: going on after round {run.round}")
+    return _train(run, options.checkpoint_every)
+
+
+def compare_command(arguments: list[str]) -> int:
+    """Train several algorithms on one recipe and report: atoll compare RECIPE [--algorithms A,B,...] [flags of run]."""
+    from .report.report import report
+
+    name, rest = _positional(arguments, "a recipe", RECIPES)
+    wanted, rest = _option(rest, "--algorithms")
+    algorithms = wanted.split(",") if wanted else list(ALGORITHMS)
+    federations = {a: recipe(name).with_algorithm(a) for a in algorithms}
+    first = dataclasses.replace(next(iter(federations.values())))
+    options = _parse(_RunOptions, _RunOptions(first), rest, f"atoll compare {name}")
+    _use_devices(options.where.devices)
+    folder = options.where.runs_dir / (options.where.name or f"{name}-compared")
+    for algorithm, federation in federations.items():
+        settings = dataclasses.replace(options.federation, algorithm=federation.algorithm)
+        path = folder / algorithm
+        if (path / "config.json").exists():
+            if RunFiles.read_config(path).get("federation") != settings.config():
+                raise AtollError(f"{path} holds a run with other settings; choose another --name")
+            run = Run.resume(path)
+        else:
+            run = settings.start(path)
+        if run.round < settings.rounds or not run.round:
+            code = _train(run, options.where.checkpoint_every, algorithm, hint=False)
+            if code:
+                _console.print(f"stopped; the same command goes on from here ({escape(str(folder))})")
+                return code
+        run.close()
+    out, text = report([folder / algorithm for algorithm in algorithms], folder)
+    print(text)
+    print(f"\ncurves: {out / 'curves.png'}")
+    return 0
+
+
+def report_command(arguments: list[str]) -> int:
+    """Curves and a table of runs: atoll report DIR [DIR ...] [--out FOLDER]."""
+    from .report.report import report
+
+    out, directories = _option(arguments, "--out")
+    flags = [argument for argument in directories if argument.startswith("-")]
+    if flags:
+        raise unknown("option", flags[0], ["--out"])
+    if not directories:
+        raise AtollError("name at least one run: atoll report runs/NAME")
+    folder, text = report([Path(directory) for directory in directories], Path(out) if out else None)
+    print(text)
+    print(f"\n{folder / 'report.md'}, {folder / 'curves.png'}")
+    return 0
+
+
+def partition_command(arguments: list[str]) -> int:
+    """Picture of who holds what: atoll partition RECIPE [--out FILE.png] [--problem.partition SPEC --clients N ...]."""
+    from .problems.classification import Classification
+    from .report.partition_plot import partition_figure
+
+    name, rest = _positional(arguments, "a recipe", RECIPES)
+    out, rest = _option(rest, "--out")
+    label, default = _base_federation(name, None)
+    options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll partition {name}")
+    f = options.federation
+    if not isinstance(f.problem, Classification):
+        raise AtollError(f"{name} has no partition: its clients do not share out a data set")
+    data, train, _ = f.problem.deal(f.clients, f.new_clients, f.seed)
+    title = f"{data.name}, {f.problem.partition}, {f.clients + f.new_clients} clients"
+    path = Path(out or f"{label}-partition.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partition_figure(train, data.y, data.classes, title).savefig(path, dpi=130)
+    print(path)
+    return 0
+
+
+def reproduce_command(arguments: list[str]) -> int:
+    """A table of a paper beside our figures: atoll reproduce ITEM [--scale quick|paper] [--seeds N]."""
+    from .experiments import EXPERIMENTS
+
+    name, rest = _positional(arguments, "an item", EXPERIMENTS)
+    if name not in EXPERIMENTS:
+        raise unknown("item", name, EXPERIMENTS)
+    options = _parse(EXPERIMENTS[name], EXPERIMENTS[name](), rest, f"atoll reproduce {name}")
+    _use_devices(options.devices)
+    with _progress() as progress:
+        finished = options.reproduce(_stage_tracker(progress))
+    if not finished:
+        _console.print("stopped; the same command goes on from here")
+        return _INTERRUPTED
+    print(options.table())
+    return 0
+
+
+def list_command(arguments: list[str]) -> int:
+    """What there is: recipes, algorithms, problems, data sets, partitions, models, servers, items to reproduce."""
+    from .experiments import EXPERIMENTS
+
+    if arguments:
+        raise AtollError(f"atoll list takes no argument, got '{arguments[0]}'")
+    show = Console(highlight=False, width=120)
+    groups: dict[str, dict[str, str]] = {
+        "recipes": {name: entry.summary for name, entry in RECIPES.items()},
+        "algorithms": {name: _first_line(cls) for name, cls in ALGORITHMS.items()},
+        "problems": {name: _first_line(cls) for name, cls in PROBLEMS.items()},
+        "data sets": dict.fromkeys(DATASETS, ""),
+        "partitions": {_signature(name, cls): _first_line(cls) for name, cls in PARTITIONS.items()},
+        "models": {_signature(name, cls): _first_line(cls) for name, cls in MODELS.items()},
+        "weightings": {_signature(name, cls): _first_line(cls) for name, cls in WEIGHTINGS.items()},
+        "optimizers": {_signature(name, cls): _first_line(cls) for name, cls in OPTIMIZERS.items()},
+        "reproduce": {name: _first_line(cls) for name, cls in EXPERIMENTS.items()},
+    }
+    for title, entries in groups.items():
+        show.print(f"[bold]{title}[/bold]")
+        for name, text in entries.items():
+            show.print(f"  {escape(name)}" + (f"\n      {escape(text)}" if text else ""))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "list": list_command,
+    "run": run_command,
+    "resume": resume_command,
+    "compare": compare_command,
+    "report": report_command,
+    "partition": partition_command,
+    "reproduce": reproduce_command,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (2: the user can mend it)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    warnings.showwarning = _print_warning  # type: ignore[assignment]
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            print(_overview())
+            return 0
+        if words[0] == "--version":
+            print(f"atoll {__version__}")
+            return 0
+        if words[0] not in COMMANDS:
+            raise unknown("command", words[0], COMMANDS)
+        return COMMANDS[words[0]](words[1:])
+    except AtollError as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("atoll: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return 0
+
+
+def _overview() -> str:
+    lines = ["atoll: personalised federated learning, one shared model and each client its own", ""]
+    lines += [f"  {name:<11}{command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [*lines, "", "  `atoll run RECIPE --help` shows every setting of a recipe; `atoll list` shows the recipes."]
+    )
+
+
+def _positional(arguments: list[str], what: str, options: Any = ()) -> tuple[str, list[str]]:
+    if not arguments or arguments[0].startswith("-"):
+        hint = f": {', '.join(options)}" if options else ""
+        raise AtollError(f"name {what} first{hint}")
+    return arguments[0], arguments[1:]
+
+
+def _option(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Take `flag VALUE` or `flag=VALUE` out of `arguments`."""
+    rest, value = [], None
+    words = iter(arguments)
+    for word in words:
+        if word == flag:
+            value = next(words, None)
+            if value is None:
+                raise AtollError(f"{flag} needs a value")
+        elif word.startswith(flag + "="):
+            value = word[len(flag) + 1 :]
+        else:
+            rest.append(word)
+    return value, rest
+
+
+def _base_federation(name: str, algorithm: str | None) -> tuple[str, Federation]:
+    """Label and settings that a recipe's name, or the path of a run or its config, stands for."""
+    path = Path(name)
+    if name not in RECIPES and (path.suffix == ".json" or (path / "config.json").exists()):
+        federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
+        label = (path if path.is_dir() else path.resolve().parent).name
+        if algorithm is None:
+            return label, federation
+        if algorithm not in ALGORITHMS:
+            raise unknown("algorithm", algorithm, ALGORITHMS)
+        return label, dataclasses.replace(federation, algorithm=ALGORITHMS[algorithm]())
+    found = recipe(name)
+    label = name.replace("/", "-")
+    return (label, found.federation) if algorithm is None else (f"{label}-{algorithm}", found.with_algorithm(algorithm))
+
+
+def _parse(cls: type[T], default: T, arguments: list[str], prog: str) -> T:
+    return tyro.cli(cls, default=default, args=arguments, prog=prog, use_underscores=False)
+
+
+def _use_devices(count: int | None) -> None:
+    """Give JAX as many CPU devices as asked for; must come before JAX starts."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jax.config.update("jax_num_cpu_devices", count or cores)
+
+
+def _free_name(folder: Path, label: str) -> str:
+    number = 1
+    while (folder / f"{label}-{number}").exists():
+        number += 1
+    return f"{label}-{number}"
+
+
+def _describe(f: Federation) -> str:
+    kind = next(kind for kind, cls in ALGORITHMS.items() if cls is type(f.algorithm))
+    return f"{kind}, {f.clients} clients, cohort {f.cohort}, {f.rounds} rounds, seed {f.seed}"
+
+
+def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool = True) -> int:
+    start = time.monotonic()
+    try:
+        with _progress() as progress:
+            run.advance(_round_tracker(progress, label, run), checkpoint_every)
+    finally:
+        run.close()
+    assert run.files is not None
+    path = escape(str(run.files.path))
+    if run.interrupted:
+        if hint:
+            _console.print(f"stopped after round {run.round}; go on with: atoll resume {path}")
+        return _INTERRUPTED
+    last = next((record for record in reversed(run.history) if "evaluation" in record), None)
+    if last is not None:
+        _console.print(f"{label}: round {run.round} in {time.monotonic() - start:.1f} s; {figures(last)}")
+    return 0
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=_console,
+    )
+
+
+def _round_tracker(progress: Progress, label: str, run: Run) -> Watcher:
+    task = progress.add_task(label, total=run.federation.rounds, completed=run.round, figures="compiling")
+
+    def watch(record: Record) -> None:
+        if "evaluation" in record:
+            progress.update(task, figures=figures(record))
+            if not _console.is_terminal:  # a bar cannot move in a log file: say it line by line
+                _console.print(f"round {record['round']}: {figures(record)}")
+        progress.update(task, completed=record["round"])
+
+    return watch
+
+
+def _stage_tracker(progress: Progress) -> Callable[[int, int, str], None]:
+    task = progress.add_task("runs", total=None, figures="")
+
+    def watch(done: int, total: int, text: str) -> None:
+        progress.update(task, completed=done, total=total, figures=text)
+        if not _console.is_terminal:
+            _console.print(f"{done}/{total} {text}")
+
+    return watch
+
+
+def figures(record: Record) -> str:
+    """The scores that matter in an evaluation's record, in one line."""
+    parts = []
+    for group, scores in record["evaluation"].items():
+        score = "accuracy" if "accuracy" in scores else "loss"
+        values = scores[score] if isinstance(scores[score], list) else [scores[score]]
+        shown = [f"{100 * v:.1f}%" if score == "accuracy" else f"{v:.4g}" for v in values]
+        parts.append(f"{group} {score} {' → '.join([shown[0], *shown[-1:]] if len(shown) > 1 else shown)}")
+    return ", ".join(parts)
+
+
+def _first_line(cls: type[Any]) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def _signature(name: str, cls: type[Any]) -> str:
+    fields = ", ".join(f"{f.name}={f.default!r}" for f in dataclasses.fields(cls) if f.init)
+    return f"{name}({fields})" if fields else name
+
+
+def _print_warning(message: Any, *_: Any) -> None:
+    _console.print(f"atoll: warning: {escape(str(message))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""A federation: clients, an algorithm and a server, and the loop that trains them round by round."""
+
+import dataclasses
+import math
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .algorithms import ALGORITHMS, Algorithm
+from .engines.local import (
+    Faults,
+    LocalEngine,
+    draw_cohort,
+    evaluate_cohort,
+    init_params,
+    personalize_cohort,
+    score_shared,
+    train_round,
+)
+from .errors import require
+from .problems import PROBLEMS
+from .problems.base import Params, ProblemSettings
+from .runs import RunFiles
+from .server import Server
+from .settings import from_dict, to_dict
+from .store import ClientStore
+
+Record = dict[str, Any]
+Watcher = Callable[[Record], None]
+_EVALUATED_AT_ONCE = 128  # clients whose models are held at the same time
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """When and how clients are scored: before adapting and after each of `steps` adaptation steps."""
+
+    every: int = 50
+    """rounds between evaluations; the first and the last model are always scored"""
+    steps: int = 1
+    """adaptation steps"""
+    rate: float | None = None
+    """size of an adaptation step (default: the algorithm's own)"""
+    clients: int = 1000
+    """score at most so many clients of each kind, the same ones every time"""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, f"evaluation.every is {self.every}; it must be at least 1")
+        require(self.steps >= 0, f"evaluation.steps is {self.steps}; it must be 0 or more")
+        require(self.rate is None or 0 < self.rate < math.inf, f"evaluation.rate is {self.rate}; it must be positive")
+        require(self.clients >= 1, f"evaluation.clients is {self.clients}; it must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Federation:
+    """Everything that defines a training run; the same settings and seed give the same numbers."""
+
+    problem: ProblemSettings
+    algorithm: Algorithm
+    server: Server = dataclasses.field(default_factory=Server)
+    clients: int = 50
+    """clients that take part in training"""
+    cohort: int = 10
+    """clients drawn for each round"""
+    rounds: int = 100
+    """rounds of training"""
+    seed: int = 0
+    """seed of everything: partition, initial model, cohorts, batches"""
+    new_clients: int = 0
+    """further clients that training never sees; evaluated beside the others"""
+    dropout: float = 0.0
+    """simulated failures: probability that a client of the cohort never answers"""
+    stragglers: float = 0.0
+    """simulated failures: probability that a client manages only a random share of its local steps"""
+    evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
+
+    def __post_init__(self) -> None:
+        require(self.clients >= 1, f"clients is {self.clients}; a federation needs at least 1")
+        require(self.new_clients >= 0, f"new_clients is {self.new_clients}; it must be 0 or more")
+        require(self.cohort >= 1, f"cohort is {self.cohort}; a round needs at least 1 client")
+        require(
+            self.cohort <= self.clients,
+            f"cohort is {self.cohort}, but there are only {self.clients} clients; lower cohort or raise clients",
+        )
+        require(self.rounds >= 0, f"rounds is {self.rounds}; it must be 0 or more")
+        require(0 <= self.seed < 2**32, f"seed is {self.seed}; it must lie in 0..{2**32 - 1}")
+        require(0 <= self.dropout <= 1, f"dropout is {self.dropout}; it is a probability, 0 to 1")
+        require(0 <= self.stragglers <= 1, f"stragglers is {self.stragglers}; it is a probability, 0 to 1")
+
+    def start(self, directory: str | Path | None = None, engine: LocalEngine | None = None) -> "Run":
+        """A run before its first round; with a `directory` it logs and checkpoints there."""
+        if directory is None:
+            return Run(self, engine or LocalEngine.of(), None)
+        config = {"federation": self.config()}
+        run = Run(self, engine or LocalEngine.of(), None)  # bad settings must show before a directory is made
+        run.files = RunFiles.create(Path(directory), config)
+        return run
+
+    def run(
+        self,
+        rounds: int | None = None,
+        directory: str | Path | None = None,
+        watch: Watcher | None = None,
+        engine: LocalEngine | None = None,
+    ) -> "Run":
+        """Train for `rounds` (default: the federation's own) and return the finished run."""
+        federation = self if rounds is None else dataclasses.replace(self, rounds=rounds)
+        run = federation.start(directory, engine)
+        try:
+            run.advance(watch=watch)
+        finally:
+            run.close()
+        return run
+
+    def config(self) -> Record:
+        """The settings as JSON content, from which `from_config` builds the federation again."""
+        kinds = {cls: kind for kind, cls in PROBLEMS.items()}
+        require(type(self.problem) in kinds, f"{type(self.problem).__name__} has no name; add it to atoll.PROBLEMS")
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        content: Record = to_dict(
+            fields | {"problem": None, "server": self.server.config()}, {cls: kind for kind, cls in ALGORITHMS.items()}
+        )
+        return content | {"problem": {"kind": kinds[type(self.problem)], **self.problem.config()}}
+
+    @staticmethod
+    def from_config(content: Any) -> "Federation":
+        """The inverse of `config`."""
+        return from_dict(Federation, content, {**ALGORITHMS, **PROBLEMS})
+
+
+class Run:
+    """A federation in training: the shared model, what clients keep, and the metrics so far."""
+
+    def __init__(self, federation: Federation, engine: LocalEngine, files: RunFiles | None) -> None:
+        self.federation = federation
+        self.engine = engine
+        self.files = files
+        self.round = 0
+        self.history: list[Record] = []
+        self.interrupted = False
+        f = federation
+        self.problem = engine.place(f.problem.build(f.clients, f.new_clients, f.seed))
+        pooled = f.algorithm.pooled
+        self._training = engine.place(self.problem.pooled()) if pooled else self.problem
+        self._clients, self._cohort = (1, 1) if pooled else (f.clients, f.cohort)
+        self._rule = f.server.build()
+        self._faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
+        params = init_params(self.problem, f.seed)
+        self._state = engine.place(self._rule.init(params, self._cohort))
+        self.store = ClientStore(jax.eval_shape(f.algorithm.init, params))
+
+    @staticmethod
+    def resume(directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None) -> "Run":
+        """The run in `directory` as its newest whole checkpoint left it, to go on to `rounds`."""
+        path = Path(directory)
+        federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
+        if rounds is not None:
+            federation = dataclasses.replace(federation, rounds=rounds)
+        run = Run(federation, engine or LocalEngine.of(), None)
+        run.files = RunFiles(path)
+        try:
+            run.round, state = run.files.restore(run._state, run.store)
+        except BaseException:
+            run.close()
+            raise
+        run._state = run.engine.place(state)
+        return run
+
+    @property
+    def params(self) -> Params:
+        """The shared model."""
+        return self._state.params
+
+    def advance(self, watch: Watcher | None = None, checkpoint_every: int = 1) -> None:
+        """Train up to the federation's number of rounds.
+
+        With files, a checkpoint follows every `checkpoint_every` rounds. Ctrl-C ends the training after the current
+        round, with a checkpoint; `interrupted` is then True.
+        """
+        watch = watch or (lambda record: None)
+        with _ctrl_c() as stop:
+            if self.round == 0:
+                self._note(self.evaluate(), watch)
+                self._checkpoint()
+            while self.round < self.federation.rounds and not stop.is_set():
+                record = self.step()
+                self._note(record, watch)
+                last = self.round == self.federation.rounds
+                if last or self.round % self.federation.evaluation.every == 0:
+                    self._note(self.evaluate(), watch)
+                if last or stop.is_set() or self.round % checkpoint_every == 0:
+                    self._checkpoint()
+        self.interrupted = stop.is_set()
+
+    def step(self) -> Record:
+        """One round; returns its record."""
+        f, round_ = self.federation, self.round + 1
+        clients = draw_cohort(f.seed, round_, self._clients, self._cohort)
+        newcomer = f.algorithm.init(self.params)
+        own = newcomer if self.store.empty_handed else self.store.read(np.asarray(clients).tolist(), newcomer)
+        state, own, report = train_round(
+            self.engine,
+            self._training,
+            f.algorithm,
+            self._rule,
+            self._state,
+            clients,
+            own,
+            f.seed,
+            round_,
+            self._faults,
+        )
+        self._state = state
+        self.round = round_
+        alive, answered = np.asarray(report.alive), np.asarray(report.answered)
+        if not self.store.empty_handed and alive.any():
+            self.store.write(np.asarray(clients)[alive], jax.tree.map(lambda leaf: np.asarray(leaf)[alive], own))
+        refused = np.asarray(clients)[answered & ~alive].tolist()
+        if refused:
+            warnings.warn(f"round {round_}: left out clients {refused}, their updates are not finite", stacklevel=2)
+        return {
+            "round": round_,
+            "train_loss": _number(report.loss),
+            "update_norm": _number(report.update_norm),
+            "counted": int(alive.sum()),
+            "dropped": int((~answered).sum()),
+            "refused": refused,
+        }
+
+    def evaluate(self) -> Record:
+        """Mean scores of training clients and of new ones, before adapting and after each adaptation step."""
+        f = self.federation
+        record: Record = {"round": self.round, "evaluation": {}}
+        by_client: Record = {"round": self.round}
+        groups = {"seen": range(f.clients), "new": range(f.clients, f.clients + f.new_clients)}
+        for group, members in groups.items():
+            if len(members) == 0:
+                continue
+            chosen = np.asarray(members)[:: -(-len(members) // f.evaluation.clients)]
+            scores = self.score(chosen)
+            record["evaluation"][group] = {name: np.mean(table, 0).tolist() for name, table in scores.items()}
+            by_client[group] = {"clients": chosen.tolist()} | {n: t.tolist() for n, t in scores.items()}
+        if hasattr(self.problem, "whole_test"):
+            shared = score_shared(self.problem, self.params)
+            record["evaluation"]["shared"] = {name: float(value) for name, value in shared.items()}
+        if self.files:
+            self.files.log_clients(by_client)
+        return record
+
+    def score(self, clients: np.ndarray, steps: int | None = None, rate: float | None = None) -> dict[str, np.ndarray]:
+        """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
+        blocks = [clients[i : i + _EVALUATED_AT_ONCE] for i in range(0, len(clients), _EVALUATED_AT_ONCE)]
+        parts = [evaluate_cohort(*self._evaluation_arguments(block, steps, rate)) for block in blocks]
+        return {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
+
+    def personalize(self, client: int, steps: int | None = None, rate: float | None = None) -> Params:
+        """The model of `client`: its personal part, then `steps` adaptation steps of size `rate` on its own data."""
+        f = self.federation
+        require(
+            0 <= client < f.clients + f.new_clients,
+            f"there is no client {client}; clients are 0..{f.clients + f.new_clients - 1}",
+        )
+        models = personalize_cohort(*self._evaluation_arguments(np.array([client]), steps, rate))
+        return jax.tree.map(lambda leaf: leaf[0], models)
+
+    def close(self) -> None:
+        """Close the files, if any."""
+        if self.files:
+            self.files.close()
+
+    def _evaluation_arguments(self, clients: np.ndarray, steps: int | None, rate: float | None) -> tuple[Any, ...]:
+        f = self.federation
+        newcomer = f.algorithm.init(self.params)
+        own = newcomer if self.store.empty_handed else self.store.read(clients.tolist(), newcomer)
+        rates = (rate, f.evaluation.rate, f.algorithm.adaptation_rate)
+        return (
+            self.engine,
+            self.problem,
+            f.algorithm,
+            self.params,
+            jnp.asarray(clients, jnp.int32),
+            own,
+            f.seed,
+            self.round,
+            next(value for value in rates if value is not None),
+            f.evaluation.steps if steps is None else steps,
+        )
+
+    def _note(self, record: Record, watch: Watcher) -> None:
+        self.history.append(record)
+        if self.files:
+            self.files.log(record)
+        watch(record)
+
+    def _checkpoint(self) -> None:
+        if self.files:
+            self.files.save(self.round, self._state, self.store)
+
+
+def _number(value: Any) -> float | None:
+    """A float for JSON, which knows no NaN."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[threading.Event]:
+    """An event that Ctrl-C (or a polite kill) sets; the second Ctrl-C interrupts as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,73 @@
+"""What a problem is: what clients can collect, what they minimise and how they are scored.
+
+Algorithms know nothing else, so each serves classification, reinforcement learning and your own problem alike.
+
+`collect` speaks of a whole cohort, because gathering experience may mean one big simulation; the other methods speak
+of one client and are mapped over the cohort by the engine. A problem is a JAX pytree: its arrays are arguments of the
+compiled program, never constants inside it.
+"""
+
+from typing import Any, Literal, Protocol
+
+import jax
+
+Params = Any  # a pytree of arrays; problems whose models have a head keep it under params["head"]
+Data = Any  # what `collect` returns: a pytree with a leading client axis, or one client's slice of it
+Batch = Any  # what `draw` returns and `loss` takes
+Purpose = Literal["train", "adapt", "score"]
+
+
+class Problem(Protocol):
+    """Clients 0..population-1 and what they can do."""
+
+    @property
+    def population(self) -> int:
+        """Number of clients, those kept out of training included."""
+        ...
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters of the shared model."""
+        ...
+
+    def samples(self, clients: jax.Array) -> jax.Array:
+        """How much training data each of `clients` [C] holds, [C]."""
+        ...
+
+    def collect(self, params: Params, clients: jax.Array, keys: jax.Array, purpose: Purpose) -> Data:
+        """Data that each of `clients` [C] gathers with its own `params` [C, ...] and `keys` [C].
+
+        Training and adaptation may share data; what is scored never overlaps with either.
+        """
+        ...
+
+    def steps(self, data: Data, epochs: int) -> jax.Array | int:
+        """Number of minibatches in `epochs` passes over one client's `data`."""
+        ...
+
+    def draw(self, data: Data, words: jax.Array, step: jax.Array | int) -> Batch:
+        """Minibatch number `step` of the random sequence named by `words` (see `atoll.shuffle.stream`)."""
+        ...
+
+    def loss(self, params: Params, batch: Batch) -> jax.Array:
+        """What one client minimises, a scalar."""
+        ...
+
+    def evaluate(self, params: Params, data: Data) -> dict[str, jax.Array]:
+        """One client's scores on data collected for the purpose "score"; among them `loss`."""
+        ...
+
+    def pooled(self) -> "Problem":
+        """The same training data in the hands of a single client, for the centralised reference."""
+        ...
+
+
+class ProblemSettings(Protocol):
+    """A problem as written in a recipe, before its data is loaded."""
+
+    def config(self) -> dict[str, Any]:
+        """The settings as text and numbers."""
+        ...
+
+    def build(self, clients: int, new_clients: int, seed: int) -> Problem:
+        """The problem with `clients` for training and `new_clients` after them that training never sees."""
+        ...

@@ -1,0 +1,231 @@
+"""Classification: every client holds labelled samples of its own and all share the model's form."""
+
+import dataclasses
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from ..errors import AtollError, require, unknown
+from ..settings import parse_spec, spec
+from ..shuffle import shuffled
+from .base import Params, Purpose
+from .data import DATASETS, Dataset, Federated, from_folder, load
+from .models import MODELS, Model
+from .partition import PARTITIONS, Partition
+
+_SCORE_CHUNK = 64  # samples scored at a time: bounds memory, and wastes little on small clients
+_SCALINGS = ("unit", "standard", "none")
+
+
+class Shard(NamedTuple):
+    """A client's samples: `size` entries of an index list from `start` on."""
+
+    start: jax.Array
+    size: jax.Array
+
+
+class Batch(NamedTuple):
+    """x [B, ...], y [B] and, for a model with dropout, a key."""
+
+    x: jax.Array
+    y: jax.Array
+    key: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ClassificationProblem:
+    """The clients of a `Classification`, data in memory.
+
+    All samples, training and test, lie in one array; client i's training samples are the rows
+    ``order[train[i]:train[i + 1]]`` of it and its test samples ``order[test[i]:test[i + 1]]``.
+    """
+
+    x: jax.Array
+    y: jax.Array
+    order: jax.Array
+    train: jax.Array
+    test: jax.Array
+    shift: jax.Array  # the model sees (x - shift) * scale
+    scale: jax.Array
+    model: Model = dataclasses.field(metadata={"static": True})
+    classes: int = dataclasses.field(metadata={"static": True})
+    batch: int = dataclasses.field(metadata={"static": True})
+    adapt: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def population(self) -> int:
+        """Number of clients, new ones included."""
+        return len(self.train) - 1
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters of the model."""
+        return self.model.init(key, self.x.shape[1:], self.classes)
+
+    def samples(self, clients: jax.Array) -> jax.Array:
+        """Training samples of each client."""
+        return self._shard(self.train, clients).size
+
+    def collect(self, params: Params, clients: jax.Array, keys: jax.Array, purpose: Purpose) -> Shard:
+        """The clients' own samples; neither the parameters nor chance change them.
+
+        With ``adapt="test"`` the first samples of a client's test data, at most a batch and at most half of them,
+        adapt and the others score.
+        """
+        del params, keys
+        if purpose == "train" or (purpose == "adapt" and self.adapt == "train"):
+            return self._shard(self.train, clients)
+        start, count = self._shard(self.test, clients)
+        held = jnp.minimum(self.batch, count // 2) if self.adapt == "test" else jnp.zeros_like(count)
+        return Shard(start, held) if purpose == "adapt" else Shard(start + held, count - held)
+
+    def steps(self, data: Shard, epochs: int) -> jax.Array:
+        """Minibatches in `epochs` passes over a client's data."""
+        return (epochs * data.size + self.batch - 1) // self.batch
+
+    def draw(self, data: Shard, words: jax.Array, step: jax.Array | int) -> Batch:
+        """The next `batch` samples of an endless sequence of shuffles of the client's data."""
+        position = jnp.asarray(step, jnp.int32) * self.batch + jnp.arange(self.batch, dtype=jnp.int32)
+        rows = self.order[data.start + shuffled(words, position, data.size)]
+        key = jax.random.fold_in(jax.random.wrap_key_data(words), step) if self.model.stochastic else None
+        return Batch(self._scaled(self.x[rows]), self.y[rows], key)
+
+    def loss(self, params: Params, batch: Batch) -> jax.Array:
+        """Mean cross-entropy."""
+        return jnp.mean(_cross_entropy(self.model.apply(params, batch.x, batch.key), batch.y))
+
+    def evaluate(self, params: Params, data: Shard) -> dict[str, jax.Array]:
+        """Accuracy and mean cross-entropy over all samples of `data`."""
+
+        def add(chunk: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            place = chunk * _SCORE_CHUNK + jnp.arange(_SCORE_CHUNK)
+            inside = place < data.size
+            rows = self.order[data.start + jnp.where(inside, place, 0)]
+            logits = self.model.apply(params, self._scaled(self.x[rows]))
+            hits = inside * (jnp.argmax(logits, -1) == self.y[rows])
+            losses = jnp.where(inside, _cross_entropy(logits, self.y[rows]), 0.0)
+            return sums[0] + jnp.sum(hits), sums[1] + jnp.sum(losses)
+
+        chunks = (data.size + _SCORE_CHUNK - 1) // _SCORE_CHUNK
+        hits, losses = jax.lax.fori_loop(0, chunks, add, (jnp.zeros(()), jnp.zeros(())))
+        return {"accuracy": hits / data.size, "loss": losses / data.size}
+
+    def whole_test(self) -> Shard:
+        """All test samples, also those that no client holds: what a single shared model is scored on."""
+        start = self.test[-1]
+        return Shard(start, len(self.order) - start)
+
+    def pooled(self) -> "ClassificationProblem":
+        """All training samples in one client's hands."""
+        return dataclasses.replace(self, train=self.train[jnp.asarray([0, -1])])
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return (x - self.shift) * self.scale
+
+    @staticmethod
+    def _shard(offsets: jax.Array, clients: jax.Array) -> Shard:
+        return Shard(offsets[clients], offsets[clients + 1] - offsets[clients])
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - picked
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification:
+    """Images or other arrays with labels, dealt out to clients."""
+
+    data: Annotated[str | Dataset | Federated, tyro.conf.arg(constructor=str, metavar="NAME|DIR")] = "mnist"
+    """mnist, fashion-mnist, cifar10, cifar100, glyphs, or a folder with one .npz (x, y) per client"""
+    partition: Annotated[str | Partition, tyro.conf.arg(constructor=str, metavar="SPEC")] = "per-fedavg"
+    """who holds what, e.g. iid or dirichlet(alpha=0.3); `atoll list` shows all (a folder's clients keep their own)"""
+    model: Annotated[str | Model, tyro.conf.arg(constructor=str, metavar="SPEC")] = "mlp(widths=(80, 60))"
+    """logistic, mlp(widths=(80, 60), activation=elu), cnn, vgg11"""
+    batch: int = 40
+    """samples in a minibatch"""
+    scaling: Literal["unit", "standard", "none"] = "unit"
+    """inputs: unit maps bytes to [0, 1], standard to mean 0 and deviation 1 per channel; floats: none or standard"""
+    adapt: Literal["train", "test"] = "train"
+    """what personalises at evaluation: training samples, or test samples that are then not scored"""
+
+    def __post_init__(self) -> None:
+        require(self.batch >= 1, f"batch is {self.batch}; a minibatch needs at least 1 sample")
+        if self.scaling not in _SCALINGS:
+            raise unknown("scaling", self.scaling, _SCALINGS)
+        require(self.adapt in ("train", "test"), f"adapt is '{self.adapt}'; choose train or test")
+
+    def config(self) -> dict[str, Any]:
+        """Fields as text and numbers."""
+        if not isinstance(self.data, str):
+            raise AtollError(
+                "data given as arrays cannot be written into a config; save one .npz per client and name the folder"
+            )
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return fields | {"partition": spec(PARTITIONS, self.partition), "model": spec(MODELS, self.model)}
+
+    def build(self, clients: int, new_clients: int, seed: int) -> ClassificationProblem:
+        """Load the data and deal it out; a pure function of the settings and `seed`."""
+        total = clients + new_clients
+        model = parse_spec("model", MODELS, self.model) if isinstance(self.model, str) else self.model
+        data, train, test = self.deal(clients, new_clients, seed)
+        shift, scale = self._scaling(data.x)
+        held_out = [len(data.x) + np.asarray(shard) for shard in test]
+        whole_test = np.arange(len(data.x), len(data.x) + len(data.x_test))
+        ends = np.cumsum([0] + [len(shard) for shard in [*train, *held_out]])
+        return ClassificationProblem(
+            x=jnp.asarray(np.concatenate([data.x, data.x_test])),
+            y=jnp.asarray(np.concatenate([data.y, data.y_test]), jnp.int32),
+            order=jnp.asarray(np.concatenate([*train, *held_out, whole_test]), jnp.int32),
+            train=jnp.asarray(ends[: total + 1], jnp.int32),
+            test=jnp.asarray(ends[total:], jnp.int32),
+            shift=jnp.asarray(shift, jnp.float32),
+            scale=jnp.asarray(scale, jnp.float32),
+            model=model,
+            classes=data.classes,
+            batch=self.batch,
+            adapt=self.adapt,
+        )
+
+    def deal(self, clients: int, new_clients: int, seed: int) -> tuple[Dataset, list[np.ndarray], list[np.ndarray]]:
+        """The data, and for each client the indices of its training and of its test samples."""
+        total = clients + new_clients
+        source: Dataset | Federated = self._source() if isinstance(self.data, str) else self.data
+        if isinstance(source, Federated):
+            data, train, test = source.data, source.train, source.test
+            require(
+                total == len(train),
+                f"the data has {len(train)} clients, but clients + new-clients is {total}; set clients to "
+                f"{len(train) - new_clients}",
+            )
+        else:
+            data, way = source, self.partition
+            partition = parse_spec("partition", PARTITIONS, way) if isinstance(way, str) else way
+            train = partition.split(data.y, total, seed)
+            test = partition.split_test(data.y_test, data.y, train, seed)
+        if new_clients:  # partitions put like clients side by side: which ones stay out of training must be chance
+            order = np.random.default_rng([seed, 1]).permutation(total)
+            train, test = [train[i] for i in order], [test[i] for i in order]
+        return data, train, test
+
+    def _source(self) -> Dataset | Federated:
+        assert isinstance(self.data, str)
+        if self.data in DATASETS:
+            return load(self.data)
+        if "/" in self.data or self.data.startswith("."):
+            return from_folder(self.data)
+        raise unknown("data set (a folder is written with a '/')", self.data, DATASETS)
+
+    def _scaling(self, x: np.ndarray) -> tuple[Any, Any]:
+        """Shift and scale of the inputs, one per channel of images, taken from the training data."""
+        if self.scaling == "none":
+            return 0.0, 1.0
+        if self.scaling == "unit":
+            require(x.dtype == np.uint8, f"scaling 'unit' is for bytes, the data is {x.dtype}; use none or standard")
+            return 0.0, 1.0 / 255.0
+        axes = tuple(range(x.ndim - 1)) if x.ndim == 4 else (0,)
+        deviation = x.std(axes, dtype=np.float64)
+        return x.mean(axes, dtype=np.float64), 1.0 / np.where(deviation > 0, deviation, 1.0)

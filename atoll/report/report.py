@@ -1,0 +1,127 @@
+"""A report of runs: curves and clients before and after personalisation as a picture, a table in Markdown."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ..errors import AtollError
+from ..runs import RunFiles
+
+_COLOURS = ("#0b6e8f", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d5524", "#2e4057", "#c06c84")
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a run's files say."""
+
+    name: str
+    config: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    clients: dict[str, Any]  # the last evaluation's scores of every client
+
+    @property
+    def score(self) -> str:
+        """The figure that matters: accuracy where there is one, else loss."""
+        return "accuracy" if "accuracy" in self.evaluations[0]["evaluation"]["seen"] else "loss"
+
+
+def read_run(path: Path) -> Logged:
+    """Read the files of the run at `path`."""
+    config = RunFiles.read_config(path)
+    metrics = _lines(path / "metrics.jsonl")
+    evaluations = [record for record in metrics if "evaluation" in record]
+    clients = _lines(path / "clients.jsonl")
+    if not evaluations or not clients:
+        raise AtollError(f"{path} has no evaluation yet; let it run, or continue it: atoll resume {path}")
+    rounds = [record for record in metrics if "evaluation" not in record]
+    return Logged(path.name, config, rounds, evaluations, clients[-1])
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a JSON-lines file; a last line cut off by a kill is ignored."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def figure(runs: Sequence[Logged]) -> Figure:
+    """Scores by round on the left (dashed: before adapting), every client before and after on the right."""
+    canvas = Figure(figsize=(11, 4.2), layout="constrained")
+    curves, people = canvas.subplots(1, 2, width_ratios=(3, 2))
+    score = runs[0].score
+    scale = 100 if score == "accuracy" else 1
+    unit = "accuracy (%)" if score == "accuracy" else score
+    for run, colour in zip(runs, _cycle(len(runs)), strict=True):
+        at = [record["round"] for record in run.evaluations]
+        table = scale * np.array([record["evaluation"]["seen"][score] for record in run.evaluations])
+        curves.plot(at, table[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
+        curves.plot(at, table[:, -1], color=colour, linewidth=2.2, label=run.name)
+        final = scale * np.sort(np.array(run.clients["seen"][score])[:, [0, -1]], axis=0)
+        share = (np.arange(len(final)) + 0.5) / len(final) * 100
+        people.plot(share, final[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
+        people.plot(share, final[:, 1], color=colour, linewidth=2.2)
+    steps = len(runs[0].evaluations[0]["evaluation"]["seen"][score]) - 1
+    curves.plot([], [], color="0.4", linestyle=(0, (4, 2)), label="before adapting")
+    curves.plot([], [], color="0.4", linewidth=2.2, label=f"after {steps} step{'s' * (steps != 1)} on own data")
+    curves.set(xlabel="round", ylabel=f"mean {unit} over clients", title="Training")
+    people.set(xlabel="clients, worst to best (%)", ylabel=unit, title="Every client after the last round")
+    curves.legend(frameon=False, fontsize=9)
+    for axes in (curves, people):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return canvas
+
+
+def _cycle(count: int) -> list[str]:
+    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
+
+
+def table(runs: Sequence[Logged]) -> str:
+    """Final scores in Markdown: before and after each adaptation step, training clients and new ones."""
+    score = runs[0].score
+    steps = len(runs[0].evaluations[-1]["evaluation"]["seen"][score])
+    columns = [f"after {step}" if step else "before" for step in range(steps)]
+    lines = [
+        f"| run | algorithm | round | clients | {' | '.join(columns)} | worst 10% after |",
+        "|" + "---|" * (5 + steps),
+    ]
+    for run in runs:
+        last = run.evaluations[-1]
+        for group in ("seen", "new"):
+            if group not in last["evaluation"]:
+                continue
+            values = last["evaluation"][group].get(score)
+            if values is None:
+                raise AtollError(f"{run.name} has no {score}; report runs of different problems apart")
+            own = np.sort(np.array(run.clients[group][score])[:, -1])
+            worst = np.mean((own if score == "accuracy" else own[::-1])[: max(1, len(own) // 10)])
+            cells = [_format(score, value) for value in [*values, worst]]
+            kind = run.config["federation"]["algorithm"]["kind"]
+            lines.append(f"| {run.name} | {kind} | {last['round']} | {group} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _format(score: str, value: float) -> str:
+    return f"{100 * value:.1f}%" if score == "accuracy" else f"{value:.4g}"
+
+
+def report(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, str]:
+    """Write report.md and curves.png on the runs at `paths`; returns the folder and the table."""
+    runs = [read_run(path) for path in paths]
+    if out is None:
+        out = paths[0] if len(paths) == 1 else paths[0].parent / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    text = table(runs)
+    figure(runs).savefig(out / "curves.png", dpi=130)
+    (out / "report.md").write_text(f"# Report\n\n![curves](curves.png)\n\n{text}\n")
+    return out, text

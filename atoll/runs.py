@@ -1,0 +1,228 @@
+"""A run's directory: config, metrics and checkpoints, safe against a kill at any moment.
+
+    config.json        everything needed to run it again
+    metrics.jsonl      one line per round and per evaluation
+    clients.jsonl      one line per evaluation with every client's scores
+    events.*           the same curves for TensorBoard
+    checkpoints/       model-R.npz: the server after round R; rows-R.npz: what clients wrote since the checkpoint before
+
+A file is written under another name and renamed when complete, and numpy's zip format carries checksums: a checkpoint
+is whole or is recognised as damaged. Lines of metrics after the last checkpoint belong to a round that will be run
+again, so a checkpoint remembers how long the files were and resuming cuts them to that length.
+"""
+
+import fcntl
+import json
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from tensorboardX import SummaryWriter
+
+from .errors import AtollError
+from .store import ClientStore
+from .version import __version__
+
+_LOGS = ("metrics.jsonl", "clients.jsonl")
+
+
+class RunFiles:
+    """Files of one run. Open at most once at a time; a second process is refused."""
+
+    def __init__(self, path: Path, keep: int = 3) -> None:
+        self.path = path
+        self._keep = keep
+        self._folder = path / "checkpoints"
+        self._folder.mkdir(exist_ok=True)
+        self._lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise AtollError(f"{path} is in use by another process; wait for it or stop it") from None
+        self._logs: dict[str, TextIO] = {name: (path / name).open("a") for name in _LOGS}
+        self._events: SummaryWriter | None = None
+        self._purge_from: int | None = None
+        self._segments: dict[int, int] = {}  # round of a rows file -> number of rows in it
+
+    @staticmethod
+    def create(path: Path, config: Mapping[str, Any]) -> "RunFiles":
+        """A new run at `path`, which must not hold one already."""
+        if (path / "config.json").exists():
+            raise AtollError(f"{path} holds a run already; choose another --name, or continue it: atoll resume {path}")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AtollError(f"cannot create {path}: {error.strerror}; choose another --runs-dir") from error
+        _write_atomically(path / "config.json", lambda file: file.write(_pretty(config)))
+        return RunFiles(path)
+
+    @staticmethod
+    def read_config(path: Path) -> dict[str, Any]:
+        """Config of the run at `path` (a run's directory or its config.json)."""
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            content = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise AtollError(
+                f"{path} is no run: there is no {file.name}; give the directory that `atoll run` made"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise AtollError(f"cannot read {file}: {error}") from error
+        if not isinstance(content, dict):
+            raise AtollError(f"cannot read {file}: it holds no object")
+        return content
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append one record to the metrics; numbers in it become TensorBoard scalars."""
+        self._logs["metrics.jsonl"].write(json.dumps(record) + "\n")
+        if self._events is None:
+            self._events = SummaryWriter(str(self.path), purge_step=self._purge_from)
+        for name, value in _scalars(record):
+            self._events.add_scalar(name, value, record["round"])
+
+    def log_clients(self, record: Mapping[str, Any]) -> None:
+        """Append one record to the clients' scores."""
+        self._logs["clients.jsonl"].write(json.dumps(record) + "\n")
+
+    def save(self, round_: int, state: Any, store: ClientStore) -> None:
+        """Checkpoint the server's `state` and the rows that clients wrote since the last one."""
+        for log in self._logs.values():
+            log.flush()
+        ids, leaves = store.take_changes()
+        if len(ids):
+            self._write_rows(round_, ids, leaves)
+        lengths = {f"length/{name}": np.asarray(log.tell()) for name, log in self._logs.items()}
+        arrays = {f"state/{name}": np.asarray(leaf) for name, leaf in named_leaves(state)}
+        _save_arrays(self._folder / f"model-{round_:08d}.npz", {**arrays, **lengths, "round": np.asarray(round_)})
+        kept = self._rounds("model")[-self._keep :]
+        for old in self._rounds("model")[: -self._keep]:
+            (self._folder / f"model-{old:08d}.npz").unlink()
+        self._compact(kept[0], len(store))
+
+    def restore(self, template: Any, store: ClientStore) -> tuple[int, Any]:
+        """Round and state of the newest checkpoint that is whole; the store's rows with it."""
+        for round_ in reversed(self._rounds("model")):
+            try:
+                content = _load_arrays(self._folder / f"model-{round_:08d}.npz")
+                rows = [
+                    (r, _load_arrays(self._folder / f"rows-{r:08d}.npz")) for r in self._rounds("rows") if r <= round_
+                ]
+                state = _fill(template, content)
+            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                warnings.warn(
+                    f"checkpoint of round {round_} in {self.path} is damaged ({error}); going back to the one before",
+                    stacklevel=2,
+                )
+                continue
+            for r, segment in rows:
+                ids = segment.pop("ids")
+                store.restore(ids, [segment[f"leaf/{i}"] for i in range(len(segment))])
+                self._segments[r] = len(ids)
+            self._forget_after(round_)
+            for name, log in self._logs.items():
+                log.truncate(int(content[f"length/{name}"]))
+                log.seek(0, os.SEEK_END)
+            self._purge_from = round_ + 1
+            return round_, state
+        raise AtollError(
+            f"{self.path} has no checkpoint that can be read; start it again: atoll run {self.path}/config.json"
+        )
+
+    def close(self) -> None:
+        """Flush everything and let others in."""
+        for log in self._logs.values():
+            log.close()
+        if self._events is not None:
+            self._events.close()
+        self._lock.close()
+
+    def _rounds(self, kind: str) -> list[int]:
+        found = (re.fullmatch(rf"{kind}-(\d+)\.npz", name) for name in os.listdir(self._folder))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _write_rows(self, round_: int, ids: np.ndarray, leaves: list[np.ndarray]) -> None:
+        named = {f"leaf/{i}": leaf for i, leaf in enumerate(leaves)}
+        _save_arrays(self._folder / f"rows-{round_:08d}.npz", {"ids": ids, **named})
+        self._segments[round_] = len(ids)
+
+    def _forget_after(self, round_: int) -> None:
+        """Remove what rounds after `round_` left: they will be run again."""
+        for kind in ("model", "rows"):
+            for later in self._rounds(kind):
+                if later > round_:
+                    (self._folder / f"{kind}-{later:08d}.npz").unlink()
+
+    def _compact(self, oldest: int, clients: int) -> None:
+        """Merge rows files up to the `oldest` checkpoint kept, once most of what they hold has been superseded."""
+        old = sorted(r for r in self._segments if r <= oldest)
+        if len(old) < 2 or sum(self._segments[r] for r in old) <= 2 * clients:
+            return
+        newest: dict[int, tuple[int, int]] = {}
+        segments = {r: _load_arrays(self._folder / f"rows-{r:08d}.npz") for r in old}
+        for r in old:
+            newest.update({int(client): (r, row) for row, client in enumerate(segments[r]["ids"])})
+        ids = sorted(newest)
+        width = len(segments[old[0]]) - 1
+        leaves = [
+            np.stack([segments[r][f"leaf/{i}"][row] for r, row in map(newest.__getitem__, ids)]) for i in range(width)
+        ]
+        self._write_rows(old[-1], np.array(ids, np.int64), leaves)  # read last, it overrides those not yet removed
+        for r in old[:-1]:
+            (self._folder / f"rows-{r:08d}.npz").unlink()
+            del self._segments[r]
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves of a pytree with names such as params/body/0/w."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
+
+
+def _fill(template: Any, content: Mapping[str, np.ndarray]) -> Any:
+    leaves = []
+    for name, leaf in named_leaves(template):
+        array = content[f"state/{name}"]
+        if array.shape != np.shape(leaf) or array.dtype != leaf.dtype:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, expected {leaf.dtype}{np.shape(leaf)}")
+        leaves.append(array)
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    _write_atomically(path, lambda file: np.savez(file, **arrays), "wb")  # type: ignore[arg-type]
+
+
+def _load_arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as archive:
+        return dict(archive)
+
+
+def _write_atomically(path: Path, write: Any, mode: str = "w") -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open(mode) as file:
+        write(file)
+    os.replace(unfinished, path)
+
+
+def _pretty(config: Mapping[str, Any]) -> str:
+    return json.dumps({"atoll": __version__, **config}, indent=2) + "\n"
+
+
+def _scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    found = []
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found += _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, list):
+            if prefix:  # scores after 0, 1, ... steps; a list at the top level holds client ids
+                found += [(f"{prefix}{name}/{step}", float(item)) for step, item in enumerate(value)]
+        elif isinstance(value, int | float) and name != "round":
+            found.append((prefix + name, float(value)))
+    return found

@@ -1,0 +1,44 @@
+"""Which uploads may count: a client whose update has the wrong form or is not finite is left out, with the reason.
+
+`finite` serves a simulated cohort inside the compiled program; `admit` serves uploads that arrive one by one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..problems.base import Params
+
+
+def finite(updates: Params, loss: jax.Array) -> jax.Array:
+    """Clients [C] whose whole update [C, ...] and loss [C] are finite."""
+    checks = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(updates)]
+    return jnp.all(jnp.stack([*checks, jnp.isfinite(loss)]), axis=0)
+
+
+def refusal(update: Any, params: Params) -> str | None:
+    """Why `update` cannot count towards a model of the form of `params`; None if it can."""
+    if not jax.tree.structure(update) == jax.tree.structure(params):  # noqa: SIM201 - mypy knows no != here
+        return "its structure differs from the shared model's"
+    pairs = zip(jax.tree_util.tree_leaves_with_path(update), jax.tree.leaves(params), strict=True)
+    for (path, leaf), expected in pairs:
+        name = jax.tree_util.keystr(path)
+        if np.shape(leaf) != np.shape(expected):
+            return f"{name} has shape {np.shape(leaf)}, expected {np.shape(expected)}"
+        array = np.asarray(leaf)
+        if array.dtype != expected.dtype:
+            return f"{name} has type {array.dtype}, expected {expected.dtype}"
+        if not np.all(np.isfinite(array)):
+            return f"{name} is not finite"
+    return None
+
+
+def admit(uploads: Mapping[int, Any], params: Params) -> tuple[list[int], Params, dict[int, str]]:
+    """Sort uploads by client: ids that count, their updates stacked [C, ...] (None if none), refusals with reasons."""
+    reasons = {client: refusal(update, params) for client, update in sorted(uploads.items())}
+    good = [client for client, reason in reasons.items() if reason is None]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(uploads[client] for client in good)) if good else None
+    return good, stacked, {client: reason for client, reason in reasons.items() if reason is not None}

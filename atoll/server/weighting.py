@@ -1,0 +1,72 @@
+"""How much each client counts when the server combines their updates."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..problems.base import Params
+from ..settings import settings
+
+
+class Reports(NamedTuple):
+    """What the server knows of a round's clients, each [C]; `alive` marks the updates that may count."""
+
+    samples: jax.Array
+    loss: jax.Array
+    alive: jax.Array
+
+
+class Weighting:
+    """Base of all weightings. A subclass gives `weights`, or, if no weighted mean will do, its own `combine`."""
+
+    def init(self, cohort: int) -> Any:
+        """State that the weighting carries from round to round (None: none)."""
+        del cohort
+
+    def weights(self, reports: Reports) -> jax.Array:
+        """Weights [C] before they are normalised; clients not alive are left out later."""
+        raise NotImplementedError
+
+    def combine(self, state: Any, updates: Params, reports: Reports) -> tuple[Params, jax.Array, Any]:
+        """Combined update, the weights [C] behind it, next state, from updates with a leading client axis."""
+        weights = normalised(self.weights(reports), reports.alive)
+        return weighted_mean(updates, weights), weights, state
+
+
+def normalised(weights: jax.Array, alive: jax.Array) -> jax.Array:
+    """Weights that are 0 where not alive and sum to 1 (all 0 when nobody is alive)."""
+    weights = jnp.where(alive, weights, 0.0)
+    total = jnp.sum(weights)
+    return weights / jnp.where(total > 0, total, 1.0)
+
+
+def weighted_mean(updates: Params, weights: jax.Array) -> Params:
+    """Sum of updates [C, ...] times weights [C]; an update of weight 0 has no say even if it is not finite."""
+
+    def leaf(update: jax.Array) -> jax.Array:
+        by_client = weights.reshape(-1, *[1] * (update.ndim - 1))
+        return jnp.sum(jnp.where(by_client != 0, update * by_client.astype(update.dtype), 0), axis=0)
+
+    return jax.tree.map(leaf, updates)
+
+
+@settings
+class Uniform(Weighting):
+    """Every client counts the same."""
+
+    def weights(self, reports: Reports) -> jax.Array:
+        """Ones."""
+        return jnp.ones_like(reports.loss)
+
+
+@settings
+class BySamples(Weighting):
+    """A client counts by its number of training samples."""
+
+    def weights(self, reports: Reports) -> jax.Array:
+        """Sample counts."""
+        return reports.samples.astype(reports.loss.dtype)
+
+
+WEIGHTINGS: dict[str, type[Weighting]] = {"uniform": Uniform, "samples": BySamples}
