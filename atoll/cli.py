@@ -28,7 +28,7 @@ from .server import OPTIMIZERS, WEIGHTINGS
 from .version import __version__
 
 T = TypeVar("T")
-_console = Console(stderr=True, highlight=False)
+_console = Console(stderr=True, highlight=False, soft_wrap=True)
 _INTERRUPTED = 130  # what shells report for Ctrl-C
 
 

@@ -6,17 +6,18 @@
     events.*           the same curves for TensorBoard
     checkpoints/       model-R.npz: the server after round R; rows-R.npz: what clients wrote since the checkpoint before
 
-A file is written under another name and renamed when complete, and numpy's zip format carries checksums: a checkpoint
-is whole or is recognised as damaged. Lines of metrics after the last checkpoint belong to a round that will be run
+A file is written under another name and renamed when complete, and carries a checksum of itself: a checkpoint is whole
+or is recognised as damaged. Lines of metrics after the last checkpoint belong to a round that will be run
 again, so a checkpoint remembers how long the files were and resuming cuts them to that length.
 """
 
 import fcntl
+import hashlib
+import io
 import json
 import os
 import re
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -115,7 +116,7 @@ class RunFiles:
                     (r, _load_arrays(self._folder / f"rows-{r:08d}.npz")) for r in self._rounds("rows") if r <= round_
                 ]
                 state = _fill(template, content)
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            except (OSError, ValueError, KeyError) as error:
                 warnings.warn(
                     f"checkpoint of round {round_} in {self.path} is damaged ({error}); going back to the one before",
                     stacklevel=2,
@@ -196,11 +197,20 @@ def _fill(template: Any, content: Mapping[str, np.ndarray]) -> Any:
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    _write_atomically(path, lambda file: np.savez(file, **arrays), "wb")  # type: ignore[arg-type]
+    """Write an .npz whose comment is the SHA-256 of all that stands before it."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    content = buffer.getvalue()[:-2]  # a zip file ends with the length of its comment, here 0
+    seal = hashlib.sha256(content).hexdigest().encode()
+    _write_atomically(path, lambda file: file.write(content + len(seal).to_bytes(2, "little") + seal), "wb")
 
 
 def _load_arrays(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as archive:
+    """Arrays of an .npz that `_save_arrays` wrote; ValueError if a single bit has changed since."""
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-66]).hexdigest().encode() != content[-64:]:
+        raise ValueError(f"{path.name} does not match its checksum")
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
         return dict(archive)
 
 

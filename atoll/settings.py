@@ -11,7 +11,7 @@ import ast
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import jax
 
@@ -114,6 +114,10 @@ def from_dict(cls: type[T], content: Any, kinds: Mapping[str, type[Any]], where:
 
 
 def _revive(hint: Any, item: Any, kinds: Mapping[str, type[Any]], where: str) -> Any:
+    if get_origin(hint) is Literal:
+        if item not in get_args(hint):
+            raise unknown(where, str(item), map(str, get_args(hint)))
+        return item
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if isinstance(item, Mapping):
         target = next(

@@ -14,7 +14,12 @@ _ROUNDS = 24
 
 def stream(key: jax.Array) -> jax.Array:
     """Two random words, uint32[2], that name one shuffled sequence."""
-    return jax.random.bits(key, (2,), jnp.uint32)
+    return streams(key, 1)[0]
+
+
+def streams(key: jax.Array, count: int) -> jax.Array:
+    """Names of `count` independent sequences, uint32[count, 2]."""
+    return jax.random.bits(key, (count, 2), jnp.uint32)
 
 
 def _mix(word: jax.Array) -> jax.Array:

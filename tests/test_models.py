@@ -42,8 +42,13 @@ def cross_entropy(model, params, x, y, key=None):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1))
 
 
+def normal(shape):
+    # NumPy's, because JAX compiles its generator anew for each shape.
+    return np.random.default_rng(1).normal(size=shape)
+
+
 def batch(shape, size=2):
-    return jax.random.normal(jax.random.key(1), (size, *shape)), jnp.arange(size) % 3
+    return normal((size, *shape)).astype(np.float32), np.arange(size) % 3
 
 
 def reference_conv(x, w, b, padding):
@@ -83,8 +88,7 @@ def assert_same_value_and_gradients(ours, reference, arguments):
 )
 def test_conv_is_the_convolution(image, kernel, padding):
     with jax.enable_x64(True):
-        keys = jax.random.split(jax.random.key(0), 3)
-        arguments = [jax.random.normal(k, s) for k, s in zip(keys, (image, kernel, kernel[-1:]), strict=True)]
+        arguments = [jnp.asarray(normal(s)) for s in (image, kernel, kernel[-1:])]
         assert_same_value_and_gradients(
             lambda x, w, b: conv(x, w, b, padding), lambda x, w, b: reference_conv(x, w, b, padding), arguments
         )
@@ -93,7 +97,7 @@ def test_conv_is_the_convolution(image, kernel, padding):
 @pytest.mark.parametrize("shape", [(2, 4, 4, 3), (1, 6, 2, 1), (2, 5, 7, 2), (3, 2, 3, 4)])
 def test_max_pool_is_the_pool_and_drops_the_odd_edge(shape):
     with jax.enable_x64(True):
-        assert_same_value_and_gradients(max_pool, reference_pool, [jax.random.normal(jax.random.key(0), shape)])
+        assert_same_value_and_gradients(max_pool, reference_pool, [jnp.asarray(normal(shape))])
 
 
 def test_max_pool_gives_a_tie_to_the_first():
@@ -142,9 +146,18 @@ def test_init_is_uniform_within_one_over_root_fan_in(model, shape):
             assert layer["w"].std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
 
 
+@pytest.mark.parametrize(("model", "shape"), EACH)
+def test_all_is_double_precision_where_the_default_is(model, shape):
+    with jax.enable_x64(True):
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0), shape, 3))
+        x = jax.ShapeDtypeStruct((2, *shape), jnp.float64)
+        logits = jax.eval_shape(lambda p, x: model.apply(p, x, jax.random.key(0)), params, x)
+        assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves((params, logits)))
+
+
 def test_init_depends_on_the_key_alone():
     def leaves(seed):
-        return jax.tree.leaves(Mlp().init(jax.random.key(seed), (4,), 3))
+        return jax.tree.leaves(Mlp((3,)).init(jax.random.key(seed), (3,), 3))
 
     assert all(np.array_equal(a, b) for a, b in zip(leaves(0), leaves(0), strict=True))
     assert not any(np.array_equal(a, b) for a, b in zip(leaves(0), leaves(1), strict=True))
@@ -165,7 +178,7 @@ def test_without_dropout_a_key_changes_nothing():
     assert not model.stochastic
     assert not Vgg11(dropout=0).stochastic
     x, _ = batch(shape)
-    params = initial(model, shape)
+    params = initial(Cnn(), shape)
     plain, keyed = jax.jit(lambda: (model.apply(params, x), model.apply(params, x, jax.random.key(1))))()
     np.testing.assert_array_equal(plain, keyed)
 
@@ -190,9 +203,8 @@ def test_curvature_by_jvp_of_grad(model, shape):
         assert jax.tree.structure(out[1]) == jax.tree.structure(params)
         return
     with jax.enable_x64(True):
-        x = jax.random.normal(jax.random.key(1), x.shape)
-        params = jax.jit(lambda key: model.init(key, shape, 3))(jax.random.key(0))
-        assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(params))
+        params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), initial(model, shape))
+        x = jnp.asarray(x, jnp.float64)
         gradient = jax.grad(lambda p: cross_entropy(model, p, x, y, jax.random.key(2)))
 
         @jax.jit
@@ -248,7 +260,7 @@ def test_a_cohort_is_mapped_like_its_clients():
     model, shape = Cnn(), (16, 17, 2)
     scales = np.array([0.5, 1.0, 2.0], np.float32)
     cohort = jax.tree.map(lambda leaf: np.multiply.outer(scales, leaf), initial(model, shape))
-    x = jax.random.normal(jax.random.key(1), (3, 2, *shape))
+    x = normal((3, 2, *shape)).astype(np.float32)
     together = jax.jit(jax.vmap(model.apply))(cohort, x)
     for client in range(3):
         alone = applied(model)(jax.tree.map(lambda leaf, i=client: leaf[i], cohort), x[client])

@@ -40,17 +40,17 @@ def test_a_round_without_survivors_changes_nothing() -> None:
 def test_adam_as_printed_starts_with_31_6_times_its_rate() -> None:
     rate = 0.001
     rule = Server(optimizer=f"adam-as-printed({rate})").build()
-    state, _ = rule.step(rule.init(PARAMS, 1), _updates(0.02), _reports([True], [1]))
+    state, _ = rule.step(rule.init(PARAMS, 1), _updates(2.0), _reports([True], [1]))
     np.testing.assert_allclose(state.params["w"], rate / np.sqrt(0.001), rtol=1e-4)
-    state, _ = rule.step(state, _updates(0.05), _reports([True], [1]))
-    m = 0.9 * 0.1 * 0.02 + 0.1 * 0.05
-    z = 0.999 * 0.001 * (0.1 * 0.02) ** 2 + 0.001 * m**2
+    state, _ = rule.step(state, _updates(5.0), _reports([True], [1]))
+    m = 0.9 * 0.1 * 2.0 + 0.1 * 5.0
+    z = 0.999 * 0.001 * (0.1 * 2.0) ** 2 + 0.001 * m**2
     np.testing.assert_allclose(state.params["w"], rate / np.sqrt(0.001) + rate * m / np.sqrt(z), rtol=1e-4)
 
 
 def test_adam_starts_with_its_rate() -> None:
     rule = Server(optimizer="adam(0.001)").build()
-    state, _ = rule.step(rule.init(PARAMS, 1), _updates(0.02), _reports([True], [1]))
+    state, _ = rule.step(rule.init(PARAMS, 1), _updates(2.0), _reports([True], [1]))
     np.testing.assert_allclose(state.params["w"], 0.001, rtol=1e-3)
 
 

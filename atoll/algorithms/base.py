@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from ..errors import require
 from ..problems.base import Batch, Data, Params, Problem, Purpose
-from ..shuffle import stream
 
 Each = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -117,7 +116,7 @@ def local_sgd(
     problem: Problem,
     data: Data,
     start: Params,
-    key: jax.Array,
+    words: jax.Array,
     rate: jax.Array | float,
     steps: int,
     epochs: int = 0,
@@ -125,8 +124,7 @@ def local_sgd(
     pull: jax.Array | float | None = None,
     towards: Params = None,
 ) -> tuple[Params, jax.Array]:
-    """Minibatch SGD on a client's loss, optionally plus ``pull / 2 * |params - towards|^2``."""
-    words = stream(key)
+    """Minibatch SGD on a client's loss, optionally plus ``pull / 2 * |params - towards|^2``; `words` name batches."""
 
     def step(t: jax.Array, params: Params) -> tuple[Params, jax.Array]:
         loss, gradient = jax.value_and_grad(problem.loss)(params, problem.draw(data, words, t))

@@ -8,6 +8,7 @@ import jax
 
 from ..problems.base import Data, Params
 from ..settings import settings
+from ..shuffle import streams
 from .base import Algorithm, Cohort, Trained, check_not_negative, check_positive, check_work, local_sgd, minus
 
 
@@ -54,7 +55,7 @@ class Ditto(Algorithm):
         def client(
             for_shared: Data, for_own: Data, own: Params, key: jax.Array, share: jax.Array | None
         ) -> tuple[Params, Params, jax.Array]:
-            first, second = jax.random.split(key)
+            first, second = streams(key, 2)
             w, loss = local_sgd(problem, for_shared, shared, first, self.rate, self.steps, share=share)
             v, _ = local_sgd(
                 problem,

@@ -7,6 +7,7 @@ import jax
 
 from ..problems.base import Data, Params
 from ..settings import settings
+from ..shuffle import stream
 from .base import Algorithm, Cohort, Trained, check_positive, check_work, local_sgd, minus
 
 
@@ -41,7 +42,7 @@ class FedAvg(Algorithm):
 
         def client(data: Data, key: jax.Array, share: jax.Array | None) -> tuple[Params, jax.Array]:
             params, loss = local_sgd(
-                cohort.problem, data, shared, key, self.rate, self.steps, self.epochs, share, self.pull, shared
+                cohort.problem, data, shared, stream(key), self.rate, self.steps, self.epochs, share, self.pull, shared
             )
             return minus(params, shared), loss
 

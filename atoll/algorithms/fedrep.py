@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..errors import AtollError
 from ..problems.base import Data, Params
 from ..settings import settings
-from ..shuffle import stream
+from ..shuffle import streams
 from .base import Algorithm, Cohort, Trained, check_positive, check_work, descend, local_steps, minus
 
 
@@ -53,9 +53,7 @@ class FedRep(Algorithm):
         def client(
             data: Data, head: Params, key: jax.Array, share: jax.Array | None
         ) -> tuple[Params, Params, jax.Array]:
-            def fit(part: str, start: Params, steps: int, key: jax.Array) -> tuple[Params, jax.Array]:
-                words = stream(key)
-
+            def fit(part: str, start: Params, steps: int, words: jax.Array) -> tuple[Params, jax.Array]:
                 def step(t: jax.Array, params: Params) -> tuple[Params, jax.Array]:
                     batch = problem.draw(data, words, t)
                     loss, gradient = jax.value_and_grad(lambda p: problem.loss({**params, part: p}, batch))(
@@ -65,7 +63,7 @@ class FedRep(Algorithm):
 
                 return local_steps(problem, data, start, step, steps, share=share)
 
-            first, second = jax.random.split(key)
+            first, second = streams(key, 2)
             params, _ = fit("head", self.personal(shared, head), self.head_steps, first)
             params, loss = fit("body", params, self.steps, second)
             update = {

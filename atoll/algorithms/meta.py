@@ -18,7 +18,7 @@ import jax
 from ..errors import unknown
 from ..problems.base import Batch, Data, Params
 from ..settings import settings
-from ..shuffle import stream
+from ..shuffle import streams
 from .base import Algorithm, Cohort, Trained, check_positive, check_work, descend, local_steps, minus
 
 Order = Literal["first", "exact", "hessian-free"]
@@ -86,14 +86,14 @@ class Meta(Algorithm):
         problem = cohort.problem
 
         def adapt(data: Data, key: jax.Array) -> Params:
-            batch = problem.draw(data, stream(jax.random.fold_in(key, 0)), 0)
+            batch = problem.draw(data, streams(key, 3)[0], 0)
             return descend(shared, jax.grad(problem.loss)(shared, batch), self.alpha)
 
         support = cohort.collect(cohort.copies(shared), "train", tag=0)
         query = cohort.collect(cohort.each(adapt)(support, cohort.keys), "train", tag=1)
 
         def client(support: Data, query: Data, key: jax.Array, share: jax.Array | None) -> tuple[Params, jax.Array]:
-            first, second, third = (stream(jax.random.fold_in(key, i)) for i in range(3))
+            first, second, third = streams(key, 3)
 
             def step(t: jax.Array, w: Params) -> tuple[Params, jax.Array]:
                 inner = problem.draw(support, first, t)

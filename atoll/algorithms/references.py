@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from ..problems.base import Data, Params
 from ..settings import settings
+from ..shuffle import stream
 from .base import Algorithm, Cohort, Trained, check_positive, check_work, local_sgd
 from .fedavg import FedAvg
 
@@ -40,7 +41,7 @@ class LocalOnly(Algorithm):
         data = cohort.collect(own, "train")
 
         def client(data: Data, own: Params, key: jax.Array, share: jax.Array | None) -> tuple[Params, jax.Array]:
-            return local_sgd(cohort.problem, data, own, key, self.rate, self.steps, share=share)
+            return local_sgd(cohort.problem, data, own, stream(key), self.rate, self.steps, share=share)
 
         own, loss = cohort.each(client)(data, own, cohort.keys, cohort.share)
         return Trained(jax.tree.map(jnp.zeros_like, cohort.copies(shared)), own, loss)

@@ -83,21 +83,26 @@ class LocalEngine:
 
 def _client_keys(seed: jax.Array | int, use: int, round_: jax.Array | int, clients: jax.Array) -> jax.Array:
     """One key per (seed, use, round, client): independent of order, sharding and where a client runs."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), use), round_)
-    return jax.vmap(partial(jax.random.fold_in, key))(clients)
+    keys: jax.Array = jax.vmap(partial(jax.random.fold_in, _key(seed, use, round_)))(clients)
+    return keys
+
+
+def _key(seed: jax.Array | int, use: int, round_: jax.Array | int) -> Any:
+    """The key of one use in one round: seed and round are the key's own words."""
+    words = jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.asarray(round_, jnp.uint32) * 8 + use])
+    return jax.random.wrap_key_data(words)
 
 
 @partial(jax.jit, static_argnames=("cohort",))
 def draw_cohort(seed: jax.Array | int, round_: jax.Array | int, clients: int, cohort: int) -> jax.Array:
     """Ids [cohort] of the clients of a round, without repetition, sorted; costs the cohort, not the population."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _COHORT), round_)
-    return jnp.sort(shuffled(stream(key), jnp.arange(cohort), clients))
+    return jnp.sort(shuffled(stream(_key(seed, _COHORT, round_)), jnp.arange(cohort), clients))
 
 
 @jax.jit
 def init_params(problem: Problem, seed: jax.Array | int) -> Params:
     """Parameters before the first round."""
-    return problem.init(jax.random.fold_in(jax.random.key(seed), _INIT))
+    return problem.init(_key(seed, _INIT, 0))
 
 
 @partial(jax.jit, static_argnames=("engine",))

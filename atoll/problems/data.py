@@ -154,6 +154,7 @@ def _roots() -> list[Path]:
 
 def _download(url: str, md5: str, target: Path) -> None:
     """Fetch `url` into `target`, which appears only when complete and verified."""
+    pooch.get_logger().setLevel("WARNING")  # a failure is told in one line, by us
     reach = pooch.HTTPDownloader(timeout=(3, 20))  # seconds to connect, seconds of silence while reading
     pooch.retrieve(url, known_hash=f"md5:{md5}", fname=target.name, path=target.parent, downloader=reach)
 

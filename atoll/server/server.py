@@ -77,4 +77,4 @@ class ServerRule:
         moved = ServerState(optax.apply_updates(state.params, steps), optimizer, weighting)
         survived = jnp.any(reports.alive)
         new = jax.tree.map(lambda after, before: jnp.where(survived, after, before), moved, state)
-        return new, Outcome(weights, optax.global_norm(combined))
+        return new, Outcome(weights, optax.tree.norm(combined))

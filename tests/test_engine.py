@@ -1,0 +1,160 @@
+"""The engine: the same numbers on any devices, and clients that fail."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import atoll
+from atoll.problems.quadratic import QuadraticProblem
+
+
+def _federation(algorithm: atoll.Algorithm, **changes: Any) -> atoll.Federation:
+    values: dict[str, Any] = {"clients": 9, "cohort": 5, "rounds": 4} | changes
+    return atoll.Federation(atoll.Quadratic(noise=0.3), algorithm, **values)
+
+
+def _bits(run: atoll.Run) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(run.params)]
+
+
+@pytest.mark.parametrize("algorithm", [atoll.Meta(order="exact"), atoll.Ditto()], ids=["meta", "ditto"])
+def test_one_device_or_two_give_the_same_bits(algorithm: atoll.Algorithm) -> None:
+    devices = jax.local_devices()
+    assert len(devices) == 2
+    one, two = (_federation(algorithm).run(engine=atoll.LocalEngine.of(devices[:n])) for n in (1, 2))
+    assert _bits(one) == _bits(two)
+    assert one.history == two.history
+
+
+def test_images_on_five_devices_give_the_bits_of_one() -> None:
+    """The cohort of 7 does not divide by 5, and the client sizes differ."""
+    script = """
+import hashlib, json, sys, jax, numpy as np
+jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+import atoll
+problem = atoll.Classification("glyphs", "dirichlet(0.3)", "mlp((16,))", batch=8)
+run = atoll.Federation(problem, atoll.FedAvg(epochs=1), clients=20, cohort=7, rounds=2).run()
+print(json.dumps([run.history, [hashlib.sha256(np.asarray(leaf)).hexdigest() for leaf in jax.tree.leaves(run.params)]]))
+"""
+    one, five = (
+        json.loads(subprocess.run([sys.executable, "-c", script, n], check=True, capture_output=True, text=True).stdout)
+        for n in ("1", "5")
+    )
+    assert one == five
+
+
+def test_side_by_side_agrees_with_one_after_another() -> None:
+    maps, vectors = (
+        _federation(atoll.Meta(order="exact")).run(engine=atoll.LocalEngine.of(vectorised=v)) for v in (False, True)
+    )
+    np.testing.assert_allclose(maps.params["body"], vectors.params["body"], rtol=1e-5)
+
+
+def test_a_seed_fixes_everything_and_another_changes_it() -> None:
+    first, again, other = (_federation(atoll.FedAvg(), seed=seed).run() for seed in (1, 1, 2))
+    assert _bits(first) == _bits(again)
+    assert _bits(first) != _bits(other)
+
+
+def test_a_client_gets_the_same_numbers_in_any_cohort() -> None:
+    """Its key depends on seed, round and id alone: alone in a cohort or among others, its update is the same."""
+    algorithm = atoll.Ditto()
+    alone = _federation(algorithm, clients=1, cohort=1, rounds=1).run()
+    among = _federation(algorithm, clients=5, cohort=5, rounds=1).run()
+    rows = [run.store.read([0], run.params)["body"] for run in (alone, among)]
+    np.testing.assert_array_equal(*rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Broken(atoll.Quadratic):
+    """A quadratic federation in which some clients' losses are not finite."""
+
+    broken: tuple[int, ...] = ()
+
+    def build(self, clients: int, new_clients: int, seed: int) -> Any:
+        return _BrokenProblem(jnp.uint32(seed), jnp.asarray(0.0), None, clients + new_clients, self.dim, self.broken)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _BrokenProblem(QuadraticProblem):
+    broken: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def bowl(self, client: jax.Array) -> Any:
+        bowl = super().bowl(client)
+        return bowl._replace(centre=jnp.where(jnp.isin(client, jnp.array(self.broken)), jnp.nan, bowl.centre))
+
+
+def test_a_client_that_is_not_finite_is_left_out_counted_and_named() -> None:
+    run = atoll.Federation(_Broken(broken=(1, 3)), atoll.Ditto(), clients=5, cohort=5).start()
+    with pytest.warns(UserWarning, match=r"left out clients \[1, 3\]"):
+        record = run.step()
+    assert record["counted"] == 3
+    assert record["refused"] == [1, 3]
+    assert np.isfinite(run.params["body"]).all()
+    assert len(run.store) == 3  # the broken ones' personal models are not kept either
+
+
+def test_a_round_without_survivors_is_skipped() -> None:
+    run = atoll.Federation(_Broken(broken=(0, 1)), atoll.FedAvg(), clients=2, cohort=2).start()
+    before = _bits(run)
+    with pytest.warns(UserWarning, match="left out"):
+        record = run.step()
+    assert record["counted"] == 0
+    assert record["train_loss"] is None
+    assert _bits(run) == before
+
+
+def test_dropouts_are_counted_and_do_not_count() -> None:
+    run = _federation(atoll.Ditto(), clients=40, cohort=40, rounds=5, dropout=0.3).run()
+    rounds = [record for record in run.history if "dropped" in record]
+    dropped = sum(record["dropped"] for record in rounds)
+    assert 30 < dropped < 90
+    assert all(record["counted"] + record["dropped"] == 40 for record in rounds)
+    assert _federation(atoll.FedAvg(), dropout=1.0).run().history[-2]["counted"] == 0
+
+
+def test_stragglers_move_less_than_a_full_client() -> None:
+    full = _federation(atoll.FedAvg(steps=50), rounds=1).run()
+    slow = _federation(atoll.FedAvg(steps=50), rounds=1, stragglers=1.0).run()
+    norms = [run.history[1]["update_norm"] for run in (slow, full)]
+    assert 0 < norms[0] < 0.9 * norms[1]
+    assert slow.history[1]["counted"] == 5
+
+
+def test_a_population_of_a_million_needs_no_memory_for_those_who_never_came() -> None:
+    run = _federation(atoll.Ditto(), clients=1_000_000, cohort=10, rounds=3).start()
+    for _ in range(3):
+        run.step()
+    assert len(run.store) == 30
+    assert run.store.bytes < 10_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cohort": 10}, "cohort is 10, but there are only 9 clients"),
+        ({"cohort": 0}, "cohort is 0"),
+        ({"clients": 0}, "clients is 0"),
+        ({"rounds": -1}, "rounds is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"dropout": 1.5}, "dropout is 1.5"),
+        ({"stragglers": -0.1}, "stragglers is -0.1"),
+    ],
+)
+def test_impossible_federations_are_refused_by_value(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(atoll.AtollError, match=words):
+        _federation(atoll.FedAvg(), **changes)
+
+
+def test_only_clients_that_exist_can_be_personalised() -> None:
+    run = _federation(atoll.FedAvg()).start()
+    with pytest.raises(atoll.AtollError, match=r"no client 9; clients are 0\.\.8"):
+        run.personalize(9)

@@ -1,0 +1,230 @@
+"""Runs on disk: killed at any moment they go on as if nothing had happened."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import atoll
+from atoll.store import ClientStore
+
+
+def _federation(algorithm: atoll.Algorithm | None = None, **changes: Any) -> atoll.Federation:
+    values: dict[str, Any] = {
+        "clients": 12,
+        "cohort": 4,
+        "rounds": 12,
+        "evaluation": atoll.Evaluation(every=4),
+    } | changes
+    return atoll.Federation(atoll.Quadratic(noise=0.1), algorithm or atoll.Ditto(steps=2, personal_steps=2), **values)
+
+
+def _files(path: Path) -> dict[str, Any]:
+    logs = {name: (path / name).read_text() for name in ("metrics.jsonl", "clients.jsonl")}
+    newest = sorted((path / "checkpoints").glob("model-*.npz"))[-1]
+    with np.load(newest) as archive:
+        return logs | {name: archive[name].tobytes() for name in archive}
+
+
+def _rows(run: atoll.Run) -> dict[int, Any]:
+    return {i: run.store.read([i], run.federation.algorithm.init(run.params)) for i in range(12)}
+
+
+def test_resuming_gives_the_very_numbers_of_a_run_never_stopped(tmp_path: Path) -> None:
+    whole = _federation().run(directory=tmp_path / "whole")
+    _federation(rounds=5).run(directory=tmp_path / "parts")
+    # A run of 5 rounds scores its last model; one that is merely stopped after 5 does not: stop it by hand.
+    run = _federation().start(tmp_path / "stopped")
+    run._note(run.evaluate(), lambda record: None)
+    run._checkpoint()
+    for _ in range(5):
+        run._note(run.step(), lambda record: None)
+        if run.round == 4:
+            run._note(run.evaluate(), lambda record: None)
+        run._checkpoint()
+    run.close()
+    resumed = atoll.Run.resume(tmp_path / "stopped")
+    assert resumed.round == 5
+    resumed.advance()
+    resumed.close()
+    assert _files(tmp_path / "stopped") == _files(tmp_path / "whole")
+    for client, row in _rows(whole).items():
+        np.testing.assert_array_equal(row["body"], _rows(resumed)[client]["body"])
+
+
+def test_a_finished_run_can_be_taken_further(tmp_path: Path) -> None:
+    _federation(rounds=4).run(directory=tmp_path / "run")
+    run = atoll.Run.resume(tmp_path / "run", rounds=8)
+    run.advance()
+    run.close()
+    whole = _federation(rounds=8).run(directory=tmp_path / "whole")
+    np.testing.assert_array_equal(run.params["body"], whole.params["body"])
+
+
+@pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 0.99])
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path, where: float) -> None:
+    _federation().run(directory=tmp_path / "whole")
+    _federation().run(directory=tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("model-*.npz"))[-1]
+    content = bytearray(newest.read_bytes())
+    content[int(where * len(content))] ^= 1
+    newest.write_bytes(content)
+    with pytest.warns(UserWarning, match="checkpoint of round 12 .* is damaged"):
+        run = atoll.Run.resume(tmp_path / "run")
+    assert run.round == 11
+    run.advance()
+    run.close()
+    assert _files(tmp_path / "run") == _files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("keep", [0, 10, 200])
+def test_a_truncated_checkpoint_is_recognised(tmp_path: Path, keep: int) -> None:
+    _federation(atoll.FedAvg()).run(directory=tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("model-*.npz"))[-1]
+    newest.write_bytes(newest.read_bytes()[:keep])
+    with pytest.warns(UserWarning, match="damaged"):
+        run = atoll.Run.resume(tmp_path / "run")
+    run.close()
+    assert run.round == 11
+
+
+def test_without_any_whole_checkpoint_the_error_says_how_to_start_again(tmp_path: Path) -> None:
+    _federation().run(directory=tmp_path / "run")
+    for file in (tmp_path / "run" / "checkpoints").glob("model-*.npz"):
+        file.write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(atoll.AtollError, match=r"atoll run .*config\.json"):
+            atoll.Run.resume(tmp_path / "run")
+
+
+def test_only_the_last_checkpoints_are_kept_and_rows_files_stay_few(tmp_path: Path) -> None:
+    _federation(rounds=60).run(directory=tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    assert [file.name for file in sorted(folder.glob("model-*"))] == [f"model-{r:08d}.npz" for r in (58, 59, 60)]
+    rows = 0
+    for file in folder.glob("rows-*"):
+        with np.load(file) as archive:
+            rows += len(archive["ids"])
+    assert rows <= 2 * 12 + 3 * 4  # twice the clients, plus the checkpoints kept
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_run_cannot_be_overwritten_or_opened_twice(tmp_path: Path) -> None:
+    run = _federation().start(tmp_path / "run")
+    with pytest.raises(atoll.AtollError, match="holds a run already"):
+        _federation().start(tmp_path / "run")
+    run.advance()
+    with pytest.raises(atoll.AtollError, match="in use by another process"):
+        atoll.Run.resume(tmp_path / "run")
+    run.close()
+
+
+@pytest.mark.parametrize("algorithm", [cls() for cls in atoll.ALGORITHMS.values()], ids=atoll.ALGORITHMS)
+def test_a_config_builds_the_same_federation(algorithm: atoll.Algorithm) -> None:
+    images = atoll.Classification("glyphs", "dirichlet(alpha=0.3)", "mlp(widths=(8, 4), activation='relu')")
+    for problem in (images, atoll.Quadratic(noise=0.5)):
+        federation = atoll.Federation(problem, algorithm, atoll.FedAdam(0.01), clients=20, seed=3, dropout=0.1)
+        content = json.loads(json.dumps(federation.config()))
+        again = atoll.Federation.from_config(content)
+        assert again.config() == content
+        assert dataclasses.replace(again, server=federation.server) == federation
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cohort": "four"}, "config.cohort"),
+        ({"cohrt": 4}, "did you mean 'cohort'"),
+        ({"algorithm": {"kind": "dito"}}, "did you mean 'ditto'"),
+        ({"algorithm": {"kind": "ditto", "lam": -1.0}}, "lam is -1.0"),
+    ],
+)
+def test_a_config_edited_wrongly_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(atoll.AtollError, match=words):
+        atoll.Federation.from_config(_federation().config() | change)
+
+
+def test_metrics_are_valid_json_and_tensorboard_reads_the_events(tmp_path: Path) -> None:
+    _federation().run(directory=tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["round"] for record in records if "train_loss" in record] == list(range(1, 13))
+    assert [record["round"] for record in records if "evaluation" in record] == [0, 4, 8, 12]
+    (events,) = (tmp_path / "run").glob("events.*")
+    assert b"train_loss" in events.read_bytes()
+
+
+def _spawn(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "atoll.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _wait_for_lines(path: Path, lines: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _config(tmp_path: Path, rounds: int) -> str:
+    federation = _federation(rounds=rounds, evaluation=atoll.Evaluation(every=500))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"federation": federation.config()}))
+    return str(path)
+
+
+def test_killed_in_mid_run_nothing_but_the_current_round_is_lost(tmp_path: Path) -> None:
+    config, run = _config(tmp_path, 3000), tmp_path / "runs" / "killed"
+    process = _spawn("run", config, "--name", "killed", "--runs-dir", str(tmp_path / "runs"))
+    for lines in (300, 900):
+        _wait_for_lines(run / "metrics.jsonl", lines, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        logged = (run / "metrics.jsonl").read_text().splitlines()
+        newest = sorted((run / "checkpoints").glob("model-????????.npz"))[-1]
+        assert int(newest.stem[-8:]) >= max(json.loads(line)["round"] for line in logged[:-1]) - 1
+        process = _spawn("resume", str(run))
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert "going on after round" in output
+    whole = atoll.Federation.from_config(json.loads(Path(config).read_text())["federation"])
+    whole.run(directory=tmp_path / "whole")
+    assert _files(run) == _files(tmp_path / "whole")
+
+
+def test_ctrl_c_checkpoints_and_says_how_to_go_on(tmp_path: Path) -> None:
+    config, run = _config(tmp_path, 100_000), tmp_path / "runs" / "stopped"
+    process = _spawn("run", config, "--name", "stopped", "--runs-dir", str(tmp_path / "runs"))
+    _wait_for_lines(run / "metrics.jsonl", 50, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"atoll resume {run}" in output.replace("\n", "")
+    assert "Traceback" not in output
+    resumed = atoll.Run.resume(run)
+    resumed.close()
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert resumed.round == last["round"] > 0
+
+
+def test_the_store_holds_only_what_clients_keep() -> None:
+    store = ClientStore({"v": np.zeros(3, np.float32)})
+    newcomer = {"v": np.full(3, 7, np.float32)}
+    np.testing.assert_array_equal(store.read([5, 10**6], newcomer)["v"], np.full((2, 3), 7))
+    assert store.bytes == 0
+    store.write([10**6, 2], {"v": np.array([[1, 1, 1], [2, 2, 2]], np.float32)})
+    np.testing.assert_array_equal(store.read([2, 5, 10**6], newcomer)["v"][:, 0], [2, 7, 1])
+    assert len(store) == 2
+    assert store.bytes < 1000
