@@ -1,7 +1,6 @@
 """The command `atoll`."""
 
 import dataclasses
-import os
 import sys
 import time
 import warnings
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .algorithms import ALGORITHMS
 from .errors import AtollError, unknown
+from .experiments.cells import cores
 from .federation import Federation, Record, Run, Watcher
 from .problems import PROBLEMS
 from .problems.data import DATASETS
@@ -175,7 +175,6 @@ def reproduce_command(arguments: list[str]) -> int:
     if name not in EXPERIMENTS:
         raise unknown("item", name, EXPERIMENTS)
     options = _parse(EXPERIMENTS[name], EXPERIMENTS[name](), rest, f"atoll reproduce {name}")
-    _use_devices(options.devices)
     with _progress() as progress:
         finished = options.reproduce(_stage_tracker(progress))
     if not finished:
@@ -298,8 +297,7 @@ def _parse(cls: type[T], default: T, arguments: list[str], prog: str) -> T:
 
 def _use_devices(count: int | None) -> None:
     """Give JAX as many CPU devices as asked for; must come before JAX starts."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jax.config.update("jax_num_cpu_devices", count or cores)
+    jax.config.update("jax_num_cpu_devices", count or len(cores()))
 
 
 def _free_name(folder: Path, label: str) -> str:

@@ -11,20 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .algorithms import ALGORITHMS, Algorithm
-from .engines.local import (
-    Faults,
-    LocalEngine,
-    draw_cohort,
-    evaluate_cohort,
-    init_params,
-    personalize_cohort,
-    score_shared,
-    train_round,
-)
+from .engines.local import Faults, LocalEngine, draw_cohort, init_params, score_shared
 from .errors import require
 from .problems import PROBLEMS
 from .problems.base import Params, ProblemSettings
@@ -139,22 +129,23 @@ class Run:
     """A federation in training: the shared model, what clients keep, and the metrics so far."""
 
     def __init__(self, federation: Federation, engine: LocalEngine, files: RunFiles | None) -> None:
-        self.federation = federation
-        self.engine = engine
+        f = federation
+        pooled = f.algorithm.pooled
+        self._clients, self._cohort = (1, 1) if pooled else (f.clients, f.cohort)
+        self.federation = f
+        self.engine = engine.sized(self._cohort)
         self.files = files
         self.round = 0
         self.history: list[Record] = []
         self.interrupted = False
-        f = federation
-        self.problem = engine.place(f.problem.build(f.clients, f.new_clients, f.seed))
-        pooled = f.algorithm.pooled
-        self._training = engine.place(self.problem.pooled()) if pooled else self.problem
-        self._clients, self._cohort = (1, 1) if pooled else (f.clients, f.cohort)
         self._rule = f.server.build()
         self._faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
-        params = init_params(self.problem, f.seed)
-        self._state = engine.place(self._rule.init(params, self._cohort))
+        problem = f.problem.build(f.clients, f.new_clients, f.seed)
+        params = init_params(problem, f.seed)
+        self._state = jax.device_put(self._rule.init(params, self._cohort), self.engine.devices[0])
         self.store = ClientStore(jax.eval_shape(f.algorithm.init, params))
+        self.problem = self.engine.place(problem)
+        self._training = self.engine.place(problem.pooled()) if pooled else self.problem
 
     @staticmethod
     def resume(directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None) -> "Run":
@@ -170,7 +161,7 @@ class Run:
         except BaseException:
             run.close()
             raise
-        run._state = run.engine.place(state)
+        run._state = jax.device_put(state, run.engine.devices[0])
         return run
 
     @property
@@ -202,27 +193,15 @@ class Run:
     def step(self) -> Record:
         """One round; returns its record."""
         f, round_ = self.federation, self.round + 1
-        clients = draw_cohort(f.seed, round_, self._clients, self._cohort)
-        newcomer = f.algorithm.init(self.params)
-        own = newcomer if self.store.empty_handed else self.store.read(np.asarray(clients).tolist(), newcomer)
-        state, own, report = train_round(
-            self.engine,
-            self._training,
-            f.algorithm,
-            self._rule,
-            self._state,
-            clients,
-            own,
-            f.seed,
-            round_,
-            self._faults,
-        )
+        clients = np.asarray(draw_cohort(f.seed, round_, self._clients, self._cohort))
+        before = (self._training, f.algorithm, self._rule, self._state)
+        state, own, report = self.engine.train(*before, clients, self._own(clients), f.seed, round_, self._faults)
         self._state = state
         self.round = round_
         alive, answered = np.asarray(report.alive), np.asarray(report.answered)
         if not self.store.empty_handed and alive.any():
-            self.store.write(np.asarray(clients)[alive], jax.tree.map(lambda leaf: np.asarray(leaf)[alive], own))
-        refused = np.asarray(clients)[answered & ~alive].tolist()
+            self.store.write(clients[alive].tolist(), jax.tree.map(lambda leaf: np.asarray(leaf)[alive], own))
+        refused = clients[answered & ~alive].tolist()
         if refused:
             warnings.warn(f"round {round_}: left out clients {refused}, their updates are not finite", stacklevel=2)
         return {
@@ -248,7 +227,7 @@ class Run:
             record["evaluation"][group] = {name: np.mean(table, 0).tolist() for name, table in scores.items()}
             by_client[group] = {"clients": chosen.tolist()} | {n: t.tolist() for n, t in scores.items()}
         if hasattr(self.problem, "whole_test"):
-            shared = score_shared(self.problem, self.params)
+            shared = score_shared(self.problem, self.engine.place(self.params))
             record["evaluation"]["shared"] = {name: float(value) for name, value in shared.items()}
         if self.files:
             self.files.log_clients(by_client)
@@ -257,8 +236,8 @@ class Run:
     def score(self, clients: np.ndarray, steps: int | None = None, rate: float | None = None) -> dict[str, np.ndarray]:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
         blocks = [clients[i : i + _EVALUATED_AT_ONCE] for i in range(0, len(clients), _EVALUATED_AT_ONCE)]
-        parts = [evaluate_cohort(*self._evaluation_arguments(block, steps, rate)) for block in blocks]
-        return {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
+        parts = [self.engine.evaluate(*self._evaluation_arguments(block, steps, rate)) for block in blocks]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def personalize(self, client: int, steps: int | None = None, rate: float | None = None) -> Params:
         """The model of `client`: its personal part, then `steps` adaptation steps of size `rate` on its own data."""
@@ -267,7 +246,7 @@ class Run:
             0 <= client < f.clients + f.new_clients,
             f"there is no client {client}; clients are 0..{f.clients + f.new_clients - 1}",
         )
-        models = personalize_cohort(*self._evaluation_arguments(np.array([client]), steps, rate))
+        models = self.engine.personalize(*self._evaluation_arguments(np.array([client]), steps, rate))
         return jax.tree.map(lambda leaf: leaf[0], models)
 
     def close(self) -> None:
@@ -277,21 +256,23 @@ class Run:
 
     def _evaluation_arguments(self, clients: np.ndarray, steps: int | None, rate: float | None) -> tuple[Any, ...]:
         f = self.federation
-        newcomer = f.algorithm.init(self.params)
-        own = newcomer if self.store.empty_handed else self.store.read(clients.tolist(), newcomer)
         rates = (rate, f.evaluation.rate, f.algorithm.adaptation_rate)
         return (
-            self.engine,
             self.problem,
             f.algorithm,
             self.params,
-            jnp.asarray(clients, jnp.int32),
-            own,
+            clients.astype(np.int32),
+            self._own(clients),
             f.seed,
             self.round,
             next(value for value in rates if value is not None),
             f.evaluation.steps if steps is None else steps,
         )
+
+    def _own(self, clients: np.ndarray) -> Params:
+        """What `clients` [C] keep, [C, ...]; None if this algorithm's clients keep nothing."""
+        newcomer = self.federation.algorithm.init(self.params)
+        return newcomer if self.store.empty_handed else self.store.read(clients.tolist(), newcomer)
 
     def _note(self, record: Record, watch: Watcher) -> None:
         self.history.append(record)

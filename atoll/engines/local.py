@@ -53,6 +53,11 @@ class LocalEngine:
         chosen = tuple(devices or jax.local_devices())
         return LocalEngine(chosen, chosen[0].platform != "cpu" if vectorised is None else vectorised)
 
+    def sized(self, cohort: int) -> "LocalEngine":
+        """The same engine on no more devices than a cohort of that size can use."""
+        on_each = -(-cohort // len(self.devices))
+        return dataclasses.replace(self, devices=self.devices[: -(-cohort // on_each)])
+
     @property
     def _mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), ("clients",))
@@ -68,17 +73,82 @@ class LocalEngine:
         return lambda *arguments: jax.lax.map(lambda one: function(*one), arguments)
 
     def spread(self, function: Callable[[Any, Any], Any], common: Any, by_client: Any) -> Any:
-        """`function(common, by_client)` with the leading axis of `by_client`, and of the result, split over devices."""
-        if len(self.devices) == 1:
-            return function(common, by_client)
-        size = len(jax.tree.leaves(by_client)[0])
-        padded = -(-size // len(self.devices)) * len(self.devices)
-        rows = jnp.minimum(jnp.arange(padded), size - 1)  # the last client again where the cohort does not divide
+        """`function(common, by_client)` with the leading axis of `by_client`, and of the result, split over devices.
+
+        The devices exchange nothing: CPU devices that wait for each other inside a program can starve of threads.
+        """
         everywhere, split = PartitionSpec(), PartitionSpec("clients")
         run = jax.shard_map(function, mesh=self._mesh, in_specs=(everywhere, split), out_specs=split, check_vma=False)
-        result = run(common, jax.tree.map(lambda leaf: leaf[rows], by_client))
-        together = jax.lax.with_sharding_constraint(result, NamedSharding(self._mesh, everywhere))
-        return jax.tree.map(lambda leaf: leaf[:size], together)
+        return run(common, by_client)
+
+    def split(self, by_client: Any) -> Any:
+        """`by_client` laid out for `spread`: the last client again where the cohort does not divide by the devices."""
+        size = len(jax.tree.leaves(by_client)[0])
+        rows = np.minimum(np.arange(-(-size // len(self.devices)) * len(self.devices)), size - 1)
+        if len(rows) > size:
+            by_client = jax.tree.map(lambda leaf: leaf[rows], by_client)
+        return jax.device_put(by_client, NamedSharding(self._mesh, PartitionSpec("clients")))
+
+    def gather(self, by_client: Any, size: int) -> Any:
+        """A result of `spread` on the first device, without the clients that `split` added."""
+        together = jax.device_put(by_client, self.devices[0])
+        return jax.tree.map(lambda leaf: leaf[:size] if len(leaf) > size else leaf, together)
+
+    def train(
+        self,
+        problem: Problem,
+        algorithm: Algorithm,
+        rule: ServerRule,
+        state: ServerState,
+        clients: np.ndarray,
+        own: Params,
+        seed: int,
+        round_: int,
+        faults: Faults | None = None,
+    ) -> tuple[ServerState, Params, RoundReport]:
+        """One round of `clients` [C]: next server state, what each client keeps [C, ...], and a report.
+
+        `problem` must be placed on the devices; `state` lives on the first.
+        """
+        shared = self.place(state.params)
+        done = _train_cohort(self, problem, algorithm, shared, self.split((clients, own)), seed, round_, faults)
+        trained, reports, answered = self.gather(done, len(clients))
+        state, report = _serve(rule, state, trained, reports, answered)
+        return state, trained.own, report
+
+    def evaluate(
+        self,
+        problem: Problem,
+        algorithm: Algorithm,
+        shared: Params,
+        clients: np.ndarray,
+        own: Params,
+        seed: int,
+        round_: int,
+        rate: float,
+        steps: int,
+    ) -> dict[str, np.ndarray]:
+        """Scores of each client's model after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
+        common = (problem, algorithm, self.place(shared))
+        scores = _evaluate_cohort(self, *common, self.split((clients, own)), seed, round_, rate, steps)
+        return {name: np.asarray(table)[: len(clients)] for name, table in scores.items()}
+
+    def personalize(
+        self,
+        problem: Problem,
+        algorithm: Algorithm,
+        shared: Params,
+        clients: np.ndarray,
+        own: Params,
+        seed: int,
+        round_: int,
+        rate: float,
+        steps: int,
+    ) -> Params:
+        """Each client's own model [C, ...] after `steps` adaptation steps: the very models `evaluate` scores."""
+        common = (problem, algorithm, self.place(shared))
+        models = _personalize_cohort(self, *common, self.split((clients, own)), seed, round_, rate, steps)
+        return self.gather(models, len(clients))
 
 
 def _client_keys(seed: jax.Array | int, use: int, round_: jax.Array | int, clients: jax.Array) -> jax.Array:
@@ -99,40 +169,36 @@ def draw_cohort(seed: jax.Array | int, round_: jax.Array | int, clients: int, co
     return jnp.sort(shuffled(stream(_key(seed, _COHORT, round_)), jnp.arange(cohort), clients))
 
 
-@jax.jit
-def init_params(problem: Problem, seed: jax.Array | int) -> Params:
+def init_params(problem: Problem, seed: int) -> Params:
     """Parameters before the first round."""
     return problem.init(_key(seed, _INIT, 0))
 
 
 @partial(jax.jit, static_argnames=("engine",))
-def train_round(
+def _train_cohort(
     engine: LocalEngine,
     problem: Problem,
     algorithm: Algorithm,
-    rule: ServerRule,
-    state: ServerState,
-    clients: jax.Array,
-    own: Params,
+    shared: Params,
+    by_client: tuple[jax.Array, Params],
     seed: jax.Array | int,
     round_: jax.Array | int,
     faults: Faults | None,
-) -> tuple[ServerState, Params, RoundReport]:
-    """One round: next server state, what each client keeps [C, ...], and a report."""
-    keys = _client_keys(seed, _TRAIN, round_, clients)
-    answered, share = _misfortune(faults, _client_keys(seed, _FAULTS, round_, clients))
+) -> tuple[Trained, Reports, jax.Array]:
+    """What the clients make of the shared model, what the server may know of them, and who answers [C]."""
 
-    def cohort(common: Any, by_client: Any) -> Trained:
-        problem, algorithm, shared = common
-        clients, own, keys, share = by_client
-        done: Trained = algorithm.round(Cohort(problem, clients, keys, engine.each, share), shared, own)
-        return done
+    def cohort(common: Any, by_client: Any) -> tuple[Trained, Reports, jax.Array]:
+        problem, algorithm, shared, seed, round_, faults = common
+        clients, own = by_client
+        answered, share = _misfortune(faults, _client_keys(seed, _FAULTS, round_, clients))
+        keys = _client_keys(seed, _TRAIN, round_, clients)
+        trained = algorithm.round(Cohort(problem, clients, keys, engine.each, share), shared, own)
+        alive = answered & finite(trained.update, trained.loss)
+        return trained, Reports(problem.samples(clients), trained.loss, alive), answered
 
-    trained = engine.spread(cohort, (problem, algorithm, state.params), (clients, own, keys, share))
-    alive = answered & finite(trained.update, trained.loss)
-    state, outcome = rule.step(state, trained.update, Reports(problem.samples(clients), trained.loss, alive))
-    loss = jnp.sum(jnp.where(alive, trained.loss, 0.0)) / jnp.sum(alive)
-    return state, trained.own, RoundReport(loss, outcome.update_norm, answered, alive, outcome.weights)
+    common = (problem, algorithm, shared, seed, round_, faults)
+    result: tuple[Trained, Reports, jax.Array] = engine.spread(cohort, common, by_client)
+    return result
 
 
 def _misfortune(faults: Faults | None, keys: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -144,58 +210,65 @@ def _misfortune(faults: Faults | None, keys: jax.Array) -> tuple[jax.Array, jax.
     return luck[:, 0] >= faults.dropout, jnp.where(late, luck[:, 2], 1.0)
 
 
+@jax.jit
+def _serve(
+    rule: ServerRule, state: ServerState, trained: Trained, reports: Reports, answered: jax.Array
+) -> tuple[ServerState, RoundReport]:
+    state, outcome = rule.step(state, trained.update, reports)
+    loss = jnp.sum(jnp.where(reports.alive, trained.loss, 0.0)) / jnp.sum(reports.alive)
+    return state, RoundReport(loss, outcome.update_norm, answered, reports.alive, outcome.weights)
+
+
 @partial(jax.jit, static_argnames=("engine", "steps"))
-def evaluate_cohort(
+def _evaluate_cohort(
     engine: LocalEngine,
     problem: Problem,
     algorithm: Algorithm,
     shared: Params,
-    clients: jax.Array,
-    own: Params,
+    by_client: tuple[jax.Array, Params],
     seed: jax.Array | int,
     round_: jax.Array | int,
     rate: jax.Array | float,
     steps: int,
 ) -> dict[str, jax.Array]:
-    """Scores of each client's model after 0..steps adaptation steps, each [C, steps + 1]."""
-
     def scores(common: Any, by_client: Any) -> dict[str, jax.Array]:
-        problem, algorithm, shared, rate = common
-        clients, own, keys = by_client
-        cohort = Cohort(problem, clients, keys, engine.each)
+        problem, algorithm, shared, seed, round_, rate = common
+        clients, own = by_client
+        cohort = Cohort(problem, clients, _client_keys(seed, _EVALUATE, round_, clients), engine.each)
         models = _personal(cohort, algorithm, shared, own)
-        found = []
-        for step in range(steps + 1):
-            found.append(engine.each(problem.evaluate)(models, cohort.collect(models, "score", step)))
-            if step < steps:
-                models = _adapted(cohort, algorithm, shared, models, rate, step)
+        found = [engine.each(problem.evaluate)(models, cohort.collect(models, "score", 0))]
+        for step in range(steps):
+            models = _adapted(cohort, algorithm, shared, models, rate, step)
+            found.append(engine.each(problem.evaluate)(models, cohort.collect(models, "score", step + 1)))
         table: dict[str, jax.Array] = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *found)
         return table
 
-    keys = _client_keys(seed, _EVALUATE, round_, clients)
-    result: dict[str, jax.Array] = engine.spread(scores, (problem, algorithm, shared, rate), (clients, own, keys))
+    result: dict[str, jax.Array] = engine.spread(scores, (problem, algorithm, shared, seed, round_, rate), by_client)
     return result
 
 
 @partial(jax.jit, static_argnames=("engine", "steps"))
-def personalize_cohort(
+def _personalize_cohort(
     engine: LocalEngine,
     problem: Problem,
     algorithm: Algorithm,
     shared: Params,
-    clients: jax.Array,
-    own: Params,
+    by_client: tuple[jax.Array, Params],
     seed: jax.Array | int,
     round_: jax.Array | int,
     rate: jax.Array | float,
     steps: int,
 ) -> Params:
-    """Each client's own model after `steps` adaptation steps, [C, ...]: the very models `evaluate_cohort` scores."""
-    cohort = Cohort(problem, clients, _client_keys(seed, _EVALUATE, round_, clients), engine.each)
-    models = _personal(cohort, algorithm, shared, own)
-    for step in range(steps):
-        models = _adapted(cohort, algorithm, shared, models, rate, step)
-    return models
+    def final(common: Any, by_client: Any) -> Params:
+        problem, algorithm, shared, seed, round_, rate = common
+        clients, own = by_client
+        cohort = Cohort(problem, clients, _client_keys(seed, _EVALUATE, round_, clients), engine.each)
+        models = _personal(cohort, algorithm, shared, own)
+        for step in range(steps):
+            models = _adapted(cohort, algorithm, shared, models, rate, step)
+        return models
+
+    return engine.spread(final, (problem, algorithm, shared, seed, round_, rate), by_client)
 
 
 def _personal(cohort: Cohort, algorithm: Algorithm, shared: Params, own: Params) -> Params:

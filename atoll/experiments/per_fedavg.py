@@ -7,9 +7,11 @@ inputs, so both usual ones are run, and accuracy is scored before and after the 
 import dataclasses
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -18,7 +20,7 @@ from ..algorithms.meta import Order
 from ..errors import require
 from ..federation import Evaluation, Federation
 from ..problems import Classification
-from .cells import Cell, Track, interval, read_cells, run_cells, verdict
+from .cells import Cell, Track, cores, interval, read_cells, run_cells, verdict
 
 METHODS: dict[str, Order | None] = {"FedAvg": None, "FO": "first", "HF": "hessian-free", "exact": "exact"}
 TAUS, ALPHAS, SCALINGS, BETA = (4, 10), (0.001, 0.01), ("unit", "standard"), 0.001
@@ -46,10 +48,11 @@ class Table1:
     """inputs in [0, 1], with mean 0 and deviation 1, or one table each"""
     out: Path = Path("runs/reproduce")
     """folder of the results"""
-    devices: int | None = None
-    """devices to spread a cohort over (default: all)"""
+    jobs: int | None = None
+    """runs side by side (default: one per CPU core; 1 on a GPU)"""
 
     def __post_init__(self) -> None:
+        require(self.jobs is None or self.jobs >= 1, f"jobs is {self.jobs}; it must be at least 1")
         require(self.seeds is None or self.seeds >= 1, f"seeds is {self.seeds}; it must be at least 1")
 
     @property
@@ -77,8 +80,9 @@ class Table1:
                     for method, order in METHODS.items():
                         for alpha in ALPHAS if order else (None,):  # FedAvg trains without alpha
                             name = "-".join(map(str, (scaling, f"tau{tau}", f"alpha{alpha}", method, f"seed{seed}")))
-                            jobs[name] = lambda args=(scaling, tau, alpha, method, seed): self._run(*args)
-        return run_cells(jobs, self.folder / "cells", track)
+                            jobs[name] = partial(self._run, scaling, tau, alpha, method, seed)
+        side_by_side = len(cores()) if jax.default_backend() == "cpu" else 1
+        return run_cells(jobs, self.folder / "cells", track, self.jobs or side_by_side)
 
     def _run(self, scaling: str, tau: int, alpha: float | None, method: str, seed: int) -> Cell | None:
         order = METHODS[method]

@@ -1,0 +1,33 @@
+# make demo: set up and run the main job; make test: set up and run the tests; make setup: prepare .venv only.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test setup lint bench clean
+
+demo: setup
+	$(BIN)/atoll compare glyphs --algorithms meta,fedavg --name demo
+	@echo "The picture: runs/demo/curves.png"
+
+test: setup
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Speed against a hand-written JAX program and PyTorch, which has an environment of its own.
+bench: setup
+	@test -x .venv-bench/bin/python || ($(PYTHON) -m venv .venv-bench && .venv-bench/bin/pip install -q torch==2.13.0 numpy)
+	$(BIN)/python benchmarks/speed.py --torch .venv-bench/bin/python
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "Atoll needs Python 3.11 or newer; name one: make PYTHON=python3.12" && false)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -e ".[dev]"
+	touch .venv/ready
+
+clean:
+	rm -rf .venv .venv-bench build dist *.egg-info
