@@ -51,16 +51,16 @@ RECIPES: dict[str, Recipe] = {
         _rivals(0.001, 10, 10),
     ),
     "glyphs": Recipe(
-        "Per-FedAvg on generated digits: needs no download, learns in a minute",
+        "Per-FedAvg on generated digits, 20 of a class a client: needs no download, learns in a minute",
         Federation(
-            Classification("glyphs", "per-fedavg(a=60, a_test=12)", "mlp(widths=(80, 60))", batch=40),
-            Meta(alpha=0.1, beta=0.03, order="exact", steps=10),
+            Classification("glyphs", "per-fedavg(a=20, a_test=12)", "mlp(widths=(80, 60))", batch=40),
+            Meta(alpha=0.2, beta=0.1, order="exact", steps=10),
             clients=50,
             cohort=10,
             rounds=200,
-            evaluation=Evaluation(every=10, rate=0.1),
+            evaluation=Evaluation(every=10),
         ),
-        _rivals(0.03, 10, 10),
+        _rivals(0.1, 10, 10),
     ),
 }
 

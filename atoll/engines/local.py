@@ -77,12 +77,16 @@ class LocalEngine:
 
         The devices exchange nothing: CPU devices that wait for each other inside a program can starve of threads.
         """
+        if len(self.devices) == 1:
+            return function(common, by_client)
         everywhere, split = PartitionSpec(), PartitionSpec("clients")
         run = jax.shard_map(function, mesh=self._mesh, in_specs=(everywhere, split), out_specs=split, check_vma=False)
         return run(common, by_client)
 
     def split(self, by_client: Any) -> Any:
         """`by_client` laid out for `spread`: the last client again where the cohort does not divide by the devices."""
+        if len(self.devices) == 1:
+            return by_client
         size = len(jax.tree.leaves(by_client)[0])
         rows = np.minimum(np.arange(-(-size // len(self.devices)) * len(self.devices)), size - 1)
         if len(rows) > size:
@@ -91,6 +95,8 @@ class LocalEngine:
 
     def gather(self, by_client: Any, size: int) -> Any:
         """A result of `spread` on the first device, without the clients that `split` added."""
+        if len(self.devices) == 1:
+            return by_client
         together = jax.device_put(by_client, self.devices[0])
         return jax.tree.map(lambda leaf: leaf[:size] if len(leaf) > size else leaf, together)
 
@@ -110,7 +116,7 @@ class LocalEngine:
 
         `problem` must be placed on the devices; `state` lives on the first.
         """
-        shared = self.place(state.params)
+        shared = self.place(state.params) if len(self.devices) > 1 else state.params
         done = _train_cohort(self, problem, algorithm, shared, self.split((clients, own)), seed, round_, faults)
         trained, reports, answered = self.gather(done, len(clients))
         state, report = _serve(rule, state, trained, reports, answered)

@@ -1,0 +1,194 @@
+"""Speed and memory, as ratios within one run: `make bench`, or `python benchmarks/speed.py [--torch PYTHON]`.
+
+Everything runs on one core. The contestants take turns, so that a noisy machine treats them alike; the ratio is the
+median over turns. Compilation is reported apart.
+"""
+
+import os
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX starts its threads, and for every child
+
+import argparse  # noqa: E402
+import itertools  # noqa: E402
+import json  # noqa: E402
+import platform  # noqa: E402
+import resource  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import atoll  # noqa: E402
+from atoll.problems.data import Dataset  # noqa: E402
+
+CLIENTS, BATCH, RATE = 10, 10, 0.01
+SPECS = {"mlp": "mlp(widths=(128,), activation=relu)", "cnn": "cnn(dropout=0.2)"}
+
+
+def images() -> Dataset:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (22_000, 28, 28, 1), np.uint8), rng.integers(0, 10, 22_000, np.int32)
+    return Dataset("noise", x[:20_000], y[:20_000], x[20_000:], y[20_000:], 10)
+
+
+def atoll_round(model: str, steps: int) -> Callable[[], Any]:
+    problem = atoll.Classification(images(), "iid", SPECS[model], batch=BATCH)
+    run = atoll.Federation(problem, atoll.FedAvg(RATE, steps), clients=CLIENTS, cohort=CLIENTS).start()
+    return run.step
+
+
+def hand_written_round(model: str, steps: int) -> Callable[[], Any]:
+    """The same work with nothing around it: clients one after another, a scan over steps, the mean of their models."""
+    data = images()
+    problem = atoll.Classification(data, "iid", SPECS[model], batch=BATCH).build(CLIENTS, 0, 0)
+    net, x, y = problem.model, jnp.asarray(data.x), jnp.asarray(data.y)
+    owned = jnp.stack([problem.order[problem.train[i] : problem.train[i + 1]] for i in range(CLIENTS)])
+
+    def loss(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
+        logits = net.apply(params, x / 255.0, key if net.stochastic else None)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[:, None], -1)[:, 0])
+
+    @jax.jit
+    def one_round(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
+        def client(args: Any) -> Any:
+            mine, key = args
+
+            def step(params: Any, key: jax.Array) -> Any:
+                rows = mine[jax.random.randint(key, (BATCH,), 0, len(mine))]
+                value, gradient = jax.value_and_grad(loss)(params, x[rows], y[rows], key)
+                return jax.tree.map(lambda p, g: p - RATE * g, params, gradient), value
+
+            return jax.lax.scan(step, params, jax.random.split(key, steps))
+
+        models, losses = jax.lax.map(client, (owned, jax.random.split(key, CLIENTS)))
+        weights = jnp.full(CLIENTS, 1 / CLIENTS)  # a product, not a mean over axis 0, which is ten times slower
+        mean = jax.tree.map(lambda leaf: (weights @ leaf.reshape(CLIENTS, -1)).reshape(leaf.shape[1:]), models)
+        return mean, losses.mean()
+
+    state = {"params": problem.init(jax.random.key(0)), "key": jax.random.key(1)}
+
+    def run() -> None:
+        state["key"], key = jax.random.split(state["key"])
+        state["params"], value = one_round(state["params"], x, y, key)
+        float(value)
+
+    return run
+
+
+class Torch:
+    """A round of the PyTorch loop in another process."""
+
+    def __init__(self, python: str, model: str, steps: int) -> None:
+        script = Path(__file__).with_name("torch_loop.py")
+        sizes = [f"--clients={CLIENTS}", f"--steps={steps}", f"--batch={BATCH}"]
+        command = [python, str(script), model, *sizes]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def _read(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline()
+
+    def seconds(self, rounds: int) -> float:
+        assert self.process.stdin
+        print(f"go {rounds}", file=self.process.stdin, flush=True)
+        return float(self._read()) / rounds
+
+
+def seconds(work: Callable[[], Any], rounds: int) -> float:
+    start = time.perf_counter()
+    for _ in range(rounds):
+        work()
+    return (time.perf_counter() - start) / rounds
+
+
+def race(model: str, steps: int, rounds: int, turns: int, torch: str | None) -> dict[str, Any]:
+    contestants: dict[str, Callable[[int], float]] = {}
+    compile_seconds = {}
+    for name, build in (("atoll", atoll_round), ("hand-written JAX", hand_written_round)):
+        work = build(model, steps)
+        compile_seconds[name] = round(seconds(work, 1), 2)
+        contestants[name] = partial(seconds, work)
+    if torch:
+        contestants["PyTorch, one thread"] = Torch(torch, model, steps).seconds
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(turns):
+        for name, work in contestants.items():
+            times[name].append(work(rounds))
+    result: dict[str, Any] = {"work": f"{model}, {CLIENTS} clients x {steps} steps of batch {BATCH}"}
+    result["ms per round (median)"] = {name: round(1e3 * float(np.median(t)), 2) for name, t in times.items()}
+    others = [name for name in times if name != "atoll"]
+    ratios = {name: np.array(times[name]) / np.array(times["atoll"]) for name in others}
+    result["times as long as atoll (median, range)"] = {
+        name: [round(float(v), 2) for v in (np.median(r), r.min(), r.max())] for name, r in ratios.items()
+    }
+    return result | {"first round, compilation included (s)": compile_seconds}
+
+
+def tabular(clients: int) -> Dataset:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(3 * clients, 8)).astype(np.float32), rng.integers(0, 4, 3 * clients, np.int32)
+    return Dataset("tabular", x[: 2 * clients], y[: 2 * clients], x[2 * clients :], y[2 * clients :], 4)
+
+
+def federation(kind: str, population: int, cohort: int) -> atoll.Federation:
+    if kind == "quadratic, Ditto":
+        return atoll.Federation(atoll.Quadratic(dim=1000), atoll.Ditto(), clients=population, cohort=cohort)
+    problem = atoll.Classification(tabular(population), "iid", "mlp(widths=(64,))", batch=2, scaling="none")
+    return atoll.Federation(problem, atoll.FedAvg(), clients=population, cohort=cohort)
+
+
+def memory(kind: str, population: int, cohort: int, rounds: int) -> None:
+    """Child process: print what a run of this size takes."""
+    run = federation(kind, population, cohort).start()
+    first = seconds(run.step, 1)
+    each = seconds(run.step, rounds)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    numbers = {"ms per round": round(1e3 * each, 2), "first round (s)": round(first, 2), "peak MB": round(peak)}
+    kept = {"MB kept by clients": round(run.store.bytes / 2**20, 1), "clients that keep": len(run.store)}
+    print(json.dumps(numbers | kept))
+
+
+def growth(kind: str, turns: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"work": kind}
+    for population, cohort in itertools.product((1000, 1_000_000), (10, 100, 1000)):
+        command = [sys.executable, __file__, "--memory", kind, str(population), str(cohort)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        result[f"population {population:,}, cohort {cohort}"] = json.loads(output)
+    small, large = (federation(kind, population, 100).start() for population in (1000, 1_000_000))
+    for run in (small, large):
+        run.step()
+    ratios = []
+    for _ in range(turns):
+        ratios.append(seconds(large.step, 5) / seconds(small.step, 5))
+    result["round at 1,000,000 clients / at 1,000, cohort 100 (median)"] = round(float(np.median(ratios)), 3)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--torch", help="a Python that has PyTorch")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        kind, population, cohort = options.memory
+        memory(kind, int(population), int(cohort), rounds=10)
+        return
+    print(json.dumps({"machine": platform.processor() or platform.machine(), "jax": jax.__version__}))
+    for model, steps, rounds in (("mlp", 5, 20), ("cnn", 50, 1)):
+        turns = options.turns if model == "mlp" else max(3, options.turns // 3)
+        print(json.dumps(race(model, steps, rounds, turns, options.torch), indent=1), flush=True)
+    for kind in ("quadratic, Ditto", "tabular, FedAvg"):
+        print(json.dumps(growth(kind, options.turns), indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()
