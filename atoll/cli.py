@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .algorithms import ALGORITHMS
+from .engines.local import LocalEngine
 from .errors import AtollError, unknown
 from .experiments.cells import cores
 from .federation import Federation, Record, Run, Watcher
@@ -33,13 +34,9 @@ _INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
-    """Where a run is kept and on what it runs."""
+class How:
+    """On what a run runs."""
 
-    name: str | None = None
-    """name of the run (default: the recipe's with a number)"""
-    runs_dir: Path = Path("runs")
-    """folder of all runs"""
     devices: int | None = None
     """devices to spread a cohort over (default: all GPUs, or all CPU cores); changes no number"""
     checkpoint_every: int = 1
@@ -50,6 +47,16 @@ class Where:
             raise AtollError(f"devices is {self.devices}; it must be at least 1")
         if self.checkpoint_every < 1:
             raise AtollError(f"checkpoint_every is {self.checkpoint_every}; it must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Where(How):
+    """Where a run is kept and on what it runs."""
+
+    name: str | None = None
+    """name of the run (default: the recipe's with a number)"""
+    runs_dir: Path = Path("runs")
+    """folder of all runs"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +71,9 @@ def run_command(arguments: list[str]) -> int:
     chosen, rest = _option(rest, "--algorithm")
     label, default = _base_federation(name, chosen)
     options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll run {name}")
-    _use_devices(options.where.devices)
+    engine = _engine(options.where.devices)
     directory = options.where.runs_dir / (options.where.name or _free_name(options.where.runs_dir, label))
-    run = options.federation.start(directory)
+    run = options.federation.start(directory, engine)
     _console.print(f"{escape(str(directory))}: {_describe(options.federation)}")
     return _train(run, options.where.checkpoint_every)
 
@@ -78,15 +85,13 @@ def resume_command(arguments: list[str]) -> int:
     class Options:
         rounds: int | None = None
         """train up to this round (default: what the run was started with)"""
-        devices: int | None = None
-        """devices to spread a cohort over"""
-        checkpoint_every: int = 1
-        """rounds between checkpoints"""
+        how: Annotated[How, tyro.conf.arg(name="")] = dataclasses.field(default_factory=How)
 
     directory, rest = _positional(arguments, "a run's directory")
     options = _parse(Options, Options(), rest, "atoll resume DIR")
-    _use_devices(options.devices)
-    run = Run.resume(directory, options.rounds)
+    if not Path(directory).is_dir():
+        raise AtollError(f"{directory} is no run; give the directory that `atoll run` made")
+    run = Run.resume(directory, options.rounds, _engine(options.how.devices))
     if run.round >= run.federation.rounds:
         run.close()
         raise AtollError(
@@ -94,7 +99,7 @@ def resume_command(arguments: list[str]) -> int:
             f"atoll resume {directory} --rounds {2 * run.round}"
         )
     _console.print(f"{escape(directory)}: going on after round {run.round}")
-    return _train(run, options.checkpoint_every)
+    return _train(run, options.how.checkpoint_every)
 
 
 def compare_command(arguments: list[str]) -> int:
@@ -103,11 +108,15 @@ def compare_command(arguments: list[str]) -> int:
 
     name, rest = _positional(arguments, "a recipe", RECIPES)
     wanted, rest = _option(rest, "--algorithms")
+    own = next((word for word in rest if word.startswith("--algorithm.") or word == "--algorithm"), None)
+    if own:
+        raise AtollError(
+            f"{own} would set one algorithm of several; train it alone: atoll run {name} --algorithm NAME {own} ..."
+        )
     algorithms = wanted.split(",") if wanted else list(ALGORITHMS)
     federations = {a: recipe(name).with_algorithm(a) for a in algorithms}
-    first = dataclasses.replace(next(iter(federations.values())))
-    options = _parse(_RunOptions, _RunOptions(first), rest, f"atoll compare {name}")
-    _use_devices(options.where.devices)
+    options = _parse(_RunOptions, _RunOptions(next(iter(federations.values()))), rest, f"atoll compare {name}")
+    engine = _engine(options.where.devices)
     folder = options.where.runs_dir / (options.where.name or f"{name}-compared")
     for algorithm, federation in federations.items():
         settings = dataclasses.replace(options.federation, algorithm=federation.algorithm)
@@ -115,9 +124,9 @@ def compare_command(arguments: list[str]) -> int:
         if (path / "config.json").exists():
             if RunFiles.read_config(path).get("federation") != settings.config():
                 raise AtollError(f"{path} holds a run with other settings; choose another --name")
-            run = Run.resume(path)
+            run = Run.resume(path, engine=engine)
         else:
-            run = settings.start(path)
+            run = settings.start(path, engine)
         if run.round < settings.rounds or not run.round:
             code = _train(run, options.where.checkpoint_every, algorithm, hint=False)
             if code:
@@ -161,6 +170,8 @@ def partition_command(arguments: list[str]) -> int:
     data, train, _ = f.problem.deal(f.clients, f.new_clients, f.seed)
     title = f"{data.name}, {f.problem.partition}, {f.clients + f.new_clients} clients"
     path = Path(out or f"{label}-partition.png")
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise AtollError(f"--out is {path}; end it in .png, .pdf or .svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     partition_figure(train, data.y, data.classes, title).savefig(path, dpi=130)
     print(path)
@@ -233,6 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if words[0] not in COMMANDS:
             raise unknown("command", words[0], COMMANDS)
+        if words[1:2] and words[1] in ("-h", "--help"):
+            print(COMMANDS[words[0]].__doc__)
+            return 0
         return COMMANDS[words[0]](words[1:])
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
@@ -242,6 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         return 0
+    except OSError as error:  # no space, no permission, a folder where a file should be
+        print(f"atoll: {error}", file=sys.stderr)
+        return 2
 
 
 def _overview() -> str:
@@ -295,9 +312,13 @@ def _parse(cls: type[T], default: T, arguments: list[str], prog: str) -> T:
     return tyro.cli(cls, default=default, args=arguments, prog=prog, use_underscores=False)
 
 
-def _use_devices(count: int | None) -> None:
-    """Give JAX as many CPU devices as asked for; must come before JAX starts."""
+def _engine(count: int | None) -> LocalEngine:
+    """An engine on `count` devices, or all; a CPU's cores become devices, which must happen before JAX starts."""
     jax.config.update("jax_num_cpu_devices", count or len(cores()))
+    devices = jax.local_devices()
+    if count is not None and count > len(devices):
+        raise AtollError(f"devices is {count}, but there are {len(devices)}")
+    return LocalEngine.of(devices[:count])
 
 
 def _free_name(folder: Path, label: str) -> str:

@@ -122,7 +122,10 @@ class Federation:
     @staticmethod
     def from_config(content: Any) -> "Federation":
         """The inverse of `config`."""
-        return from_dict(Federation, content, {**ALGORITHMS, **PROBLEMS})
+        federation = from_dict(Federation, content, {**ALGORITHMS, **PROBLEMS})
+        require(isinstance(federation.algorithm, Algorithm), "config.algorithm: its kind is not that of an algorithm")
+        require(isinstance(federation.problem, ProblemSettings), "config.problem: its kind is not that of a problem")
+        return federation
 
 
 class Run:
@@ -138,6 +141,7 @@ class Run:
         self.round = 0
         self.history: list[Record] = []
         self.interrupted = False
+        self._restored = False
         self._rule = f.server.build()
         self._faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
         problem = f.problem.build(f.clients, f.new_clients, f.seed)
@@ -145,7 +149,7 @@ class Run:
         self._state = jax.device_put(self._rule.init(params, self._cohort), self.engine.devices[0])
         self.store = ClientStore(jax.eval_shape(f.algorithm.init, params))
         self.problem = self.engine.place(problem)
-        self._training = self.engine.place(problem.pooled()) if pooled else self.problem
+        self._training = self.engine.place(problem.pooled(f.clients)) if pooled else self.problem
 
     @staticmethod
     def resume(directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None) -> "Run":
@@ -157,11 +161,15 @@ class Run:
         run = Run(federation, engine or LocalEngine.of(), None)
         run.files = RunFiles(path)
         try:
-            run.round, state = run.files.restore(run._state, run.store)
+            restored = run.files.restore(run._state, run.store)
+            run.files.write_config({"federation": federation.config()})
         except BaseException:
             run.close()
             raise
-        run._state = jax.device_put(state, run.engine.devices[0])
+        if restored is not None:  # None: stopped before its first checkpoint, so it starts from the beginning
+            run.round, state = restored
+            run._state = jax.device_put(state, run.engine.devices[0])
+            run._restored = True
         return run
 
     @property
@@ -177,7 +185,7 @@ class Run:
         """
         watch = watch or (lambda record: None)
         with _ctrl_c() as stop:
-            if self.round == 0:
+            if self.round == 0 and not self._restored:
                 self._note(self.evaluate(), watch)
                 self._checkpoint()
             while self.round < self.federation.rounds and not stop.is_set():
@@ -224,11 +232,11 @@ class Run:
                 continue
             chosen = np.asarray(members)[:: -(-len(members) // f.evaluation.clients)]
             scores = self.score(chosen)
-            record["evaluation"][group] = {name: np.mean(table, 0).tolist() for name, table in scores.items()}
-            by_client[group] = {"clients": chosen.tolist()} | {n: t.tolist() for n, t in scores.items()}
+            record["evaluation"][group] = {name: _numbers(np.mean(table, 0)) for name, table in scores.items()}
+            by_client[group] = {"clients": chosen.tolist()} | {n: _numbers(t) for n, t in scores.items()}
         if hasattr(self.problem, "whole_test"):
             shared = score_shared(self.problem, self.engine.place(self.params))
-            record["evaluation"]["shared"] = {name: float(value) for name, value in shared.items()}
+            record["evaluation"]["shared"] = {name: _number(value) for name, value in shared.items()}
         if self.files:
             self.files.log_clients(by_client)
         return record
@@ -289,6 +297,11 @@ def _number(value: Any) -> float | None:
     """A float for JSON, which knows no NaN."""
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def _numbers(array: np.ndarray) -> list[Any]:
+    """Nested lists for JSON."""
+    return [_numbers(row) for row in array] if array.ndim > 1 else [_number(value) for value in array]
 
 
 @contextmanager

@@ -30,7 +30,8 @@ def _rivals(rate: float, steps: int, cohort: int) -> dict[str, Algorithm]:
     return {
         "fedavg": FedAvg(rate, steps),
         "fedprox": FedProx(rate, steps),
-        "pfedme": PFedMe(rate=rate, inner_rate=10 * rate, steps=steps),
+        # Steps on a pull of strength lam overshoot unless rate x lam is below 1.
+        "pfedme": PFedMe(rate=min(rate, 0.03), inner_rate=min(10 * rate, 0.03), lam=15.0, steps=steps),
         "ditto": Ditto(rate, rate, steps=steps, personal_steps=steps),
         "fedrep": FedRep(rate, head_steps=steps, steps=steps),
         "local-only": LocalOnly(rate, steps),
@@ -47,6 +48,7 @@ RECIPES: dict[str, Recipe] = {
             clients=50,
             cohort=10,
             rounds=1000,
+            evaluation=Evaluation(rate=0.01),
         ),
         _rivals(0.001, 10, 10),
     ),

@@ -49,20 +49,28 @@ class RunFiles:
             raise AtollError(f"{path} is in use by another process; wait for it or stop it") from None
         self._logs: dict[str, TextIO] = {name: (path / name).open("a") for name in _LOGS}
         self._events: SummaryWriter | None = None
-        self._purge_from: int | None = None
         self._segments: dict[int, int] = {}  # round of a rows file -> number of rows in it
 
     @staticmethod
     def create(path: Path, config: Mapping[str, Any]) -> "RunFiles":
         """A new run at `path`, which must not hold one already."""
+        taken = AtollError(f"{path} holds a run already; choose another --name, or continue it: atoll resume {path}")
         if (path / "config.json").exists():
-            raise AtollError(f"{path} holds a run already; choose another --name, or continue it: atoll resume {path}")
+            raise taken
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise AtollError(f"cannot create {path}: {error.strerror}; choose another --runs-dir") from error
-        _write_atomically(path / "config.json", lambda file: file.write(_pretty(config)))
-        return RunFiles(path)
+        files = RunFiles(path)  # holds the lock: of two that start at once, the second sees the first one's config
+        if (path / "config.json").exists():
+            files.close()
+            raise taken
+        files.write_config(config)
+        return files
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Say what this run is."""
+        _write_atomically(self.path / "config.json", lambda file: file.write(_pretty(config)))
 
     @staticmethod
     def read_config(path: Path) -> dict[str, Any]:
@@ -83,10 +91,7 @@ class RunFiles:
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record to the metrics; numbers in it become TensorBoard scalars."""
         self._logs["metrics.jsonl"].write(json.dumps(record) + "\n")
-        if self._events is None:
-            self._events = SummaryWriter(str(self.path), purge_step=self._purge_from)
-        for name, value in _scalars(record):
-            self._events.add_scalar(name, value, record["round"])
+        self._plot(record)
 
     def log_clients(self, record: Mapping[str, Any]) -> None:
         """Append one record to the clients' scores."""
@@ -107,8 +112,11 @@ class RunFiles:
             (self._folder / f"model-{old:08d}.npz").unlink()
         self._compact(kept[0], len(store))
 
-    def restore(self, template: Any, store: ClientStore) -> tuple[int, Any]:
-        """Round and state of the newest checkpoint that is whole; the store's rows with it."""
+    def restore(self, template: Any, store: ClientStore) -> tuple[int, Any] | None:
+        """Round and state of the newest checkpoint that is whole, and the store's rows; None if there never was one."""
+        if not self._rounds("model"):
+            self._cut_logs(dict.fromkeys(_LOGS, 0))
+            return None
         for round_ in reversed(self._rounds("model")):
             try:
                 content = _load_arrays(self._folder / f"model-{round_:08d}.npz")
@@ -127,10 +135,7 @@ class RunFiles:
                 store.restore(ids, [segment[f"leaf/{i}"] for i in range(len(segment))])
                 self._segments[r] = len(ids)
             self._forget_after(round_)
-            for name, log in self._logs.items():
-                log.truncate(int(content[f"length/{name}"]))
-                log.seek(0, os.SEEK_END)
-            self._purge_from = round_ + 1
+            self._cut_logs({name: int(content[f"length/{name}"]) for name in _LOGS})
             return round_, state
         raise AtollError(
             f"{self.path} has no checkpoint that can be read; start it again: atoll run {self.path}/config.json"
@@ -143,6 +148,22 @@ class RunFiles:
         if self._events is not None:
             self._events.close()
         self._lock.close()
+
+    def _plot(self, record: Mapping[str, Any]) -> None:
+        if self._events is None:
+            self._events = SummaryWriter(str(self.path))
+        for name, value in _scalars(record):
+            self._events.add_scalar(name, value, record["round"])
+
+    def _cut_logs(self, lengths: Mapping[str, int]) -> None:
+        """Cut the logs to `lengths` and draw TensorBoard's curves again from what is left."""
+        for name, log in self._logs.items():
+            log.truncate(min(lengths[name], (self.path / name).stat().st_size))
+            log.seek(0, os.SEEK_END)
+        for old in self.path.glob("events.out.*"):
+            old.unlink()
+        for line in (self.path / "metrics.jsonl").read_text().splitlines():
+            self._plot(json.loads(line))
 
     def _rounds(self, kind: str) -> list[int]:
         found = (re.fullmatch(rf"{kind}-(\d+)\.npz", name) for name in os.listdir(self._folder))

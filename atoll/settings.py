@@ -53,10 +53,17 @@ def parse_spec(kind: str, registry: Mapping[str, type[T]], text: str) -> T:
         if bracket and not inside.rstrip().endswith(")"):
             raise ValueError("the closing bracket is missing")
         call = ast.parse(f"f({inside.rstrip()[:-1]})" if bracket else "f()", mode="eval").body
-        assert isinstance(call, ast.Call)
-        args = [_literal(argument) for argument in call.args]
-        kwargs = {str(word.arg): _literal(word.value) for word in call.keywords}
-        return cls(*args, **kwargs)
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "f"):
+            raise ValueError("it is not a name with settings in brackets")
+        hints = get_type_hints(cls)
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if len(call.args) > len(names):
+            raise ValueError(f"it has {len(call.args)} settings, {name} takes {len(names)}")
+        given = dict(zip(names, call.args, strict=False)) | {str(word.arg): word.value for word in call.keywords}
+        unfit = [key for key in given if key not in hints]
+        if unfit:
+            raise ValueError(f"there is no setting '{unfit[0]}'")
+        return cls(**{key: _revive(hints[key], _literal(value), {}, key) for key, value in given.items()})
     except (ValueError, SyntaxError, TypeError) as error:
         fields = ", ".join(f"{f.name}={f.default!r}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
         raise AtollError(f"cannot read the {kind} '{text}' ({error}); write {name}({fields})") from error
@@ -98,7 +105,7 @@ def from_dict(cls: type[T], content: Any, kinds: Mapping[str, type[Any]], where:
     content = dict(content)
     if "kind" in content:
         kind = content.pop("kind")
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise unknown(f"kind in {where}", str(kind), kinds)
         cls = kinds[kind]
     hints = get_type_hints(cls)
@@ -126,10 +133,12 @@ def _revive(hint: Any, item: Any, kinds: Mapping[str, type[Any]], where: str) ->
         if target is None:
             raise AtollError(f"{where}: did not expect an object here")
         return from_dict(target, item, kinds, where)
-    if isinstance(item, list):
-        return tuple(item)
+    for option in options:
+        if get_origin(option) is tuple and isinstance(item, list | tuple):
+            return tuple(_revive(get_args(option)[0], entry, kinds, f"{where}[{i}]") for i, entry in enumerate(item))
     if float in options and isinstance(item, int) and not isinstance(item, bool) and int not in options:
         return float(item)
     if type(item) not in options and not (item is None and type(None) in options):
-        raise AtollError(f"{where}: {item!r} is not of type {hint}")
+        wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+        raise AtollError(f"{where} is {item!r}; it must be of type {wanted}")
     return item

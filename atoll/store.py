@@ -5,7 +5,6 @@ part. Reading and writing touch the cohort's rows alone.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -69,10 +68,6 @@ class ClientStore:
         before = set(self._changed)
         self.write(clients.tolist(), jax.tree.unflatten(self._structure, leaves))
         self._changed = before
-
-    def leaves(self) -> list[tuple[tuple[int, ...], Any]]:
-        """Shape and type of each leaf of a row."""
-        return [(column.shape[1:], column.dtype) for column in self._columns]
 
     def _grow(self, size: int) -> None:
         """Room for `size` rows; doubling keeps the copies few."""

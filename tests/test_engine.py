@@ -102,6 +102,18 @@ def test_a_client_that_is_not_finite_is_left_out_counted_and_named() -> None:
     assert len(run.store) == 3  # the broken ones' personal models are not kept either
 
 
+def test_the_centralised_reference_does_not_see_new_clients() -> None:
+    first, more = (_federation(atoll.Centralised(), new_clients=n).run() for n in (0, 4))
+    assert _bits(first) == _bits(more)
+
+
+def test_a_personal_model_that_is_not_finite_is_not_kept() -> None:
+    run = _federation(atoll.Ditto(personal_rate=1e30, personal_steps=5)).start()
+    with pytest.warns(UserWarning, match="left out"):
+        run.step()
+    assert len(run.store) == 0
+
+
 def test_a_round_without_survivors_is_skipped() -> None:
     run = atoll.Federation(_Broken(broken=(0, 1)), atoll.FedAvg(), clients=2, cohort=2).start()
     before = _bits(run)

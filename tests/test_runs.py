@@ -41,7 +41,6 @@ def _rows(run: atoll.Run) -> dict[int, Any]:
 
 def test_resuming_gives_the_very_numbers_of_a_run_never_stopped(tmp_path: Path) -> None:
     whole = _federation().run(directory=tmp_path / "whole")
-    _federation(rounds=5).run(directory=tmp_path / "parts")
     # A run of 5 rounds scores its last model; one that is merely stopped after 5 does not: stop it by hand.
     run = _federation().start(tmp_path / "stopped")
     run._note(run.evaluate(), lambda record: None)
@@ -119,6 +118,38 @@ def test_only_the_last_checkpoints_are_kept_and_rows_files_stay_few(tmp_path: Pa
     assert not list(folder.glob("*.tmp"))
 
 
+def test_stopped_before_its_first_checkpoint_a_run_starts_from_the_beginning(tmp_path: Path) -> None:
+    run = _federation().start(tmp_path / "run")
+    assert run.files is not None
+    run.files.log(run.evaluate())
+    run.close()
+    again = atoll.Run.resume(tmp_path / "run")
+    again.advance()
+    again.close()
+    _federation().run(directory=tmp_path / "whole")
+    assert _files(tmp_path / "run") == _files(tmp_path / "whole")
+
+
+def test_stopped_in_the_first_round_nothing_is_logged_twice(tmp_path: Path) -> None:
+    run = _federation().start(tmp_path / "run")
+    run._note(run.evaluate(), lambda record: None)
+    run._checkpoint()
+    run.close()
+    again = atoll.Run.resume(tmp_path / "run")
+    again.advance()
+    again.close()
+    _federation().run(directory=tmp_path / "whole")
+    assert _files(tmp_path / "run") == _files(tmp_path / "whole")
+
+
+def test_more_rounds_are_remembered(tmp_path: Path) -> None:
+    _federation(rounds=2).run(directory=tmp_path / "run")
+    atoll.Run.resume(tmp_path / "run", rounds=6).close()
+    run = atoll.Run.resume(tmp_path / "run")
+    run.close()
+    assert run.federation.rounds == 6
+
+
 def test_a_run_cannot_be_overwritten_or_opened_twice(tmp_path: Path) -> None:
     run = _federation().start(tmp_path / "run")
     with pytest.raises(atoll.AtollError, match="holds a run already"):
@@ -143,7 +174,9 @@ def test_a_config_builds_the_same_federation(algorithm: atoll.Algorithm) -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"cohort": "four"}, "config.cohort"),
+        ({"cohort": "four"}, "config.cohort is 'four'"),
+        ({"evaluation": [1]}, "config.evaluation"),
+        ({"problem": {"kind": "fedavg"}}, "not that of a problem"),
         ({"cohrt": 4}, "did you mean 'cohort'"),
         ({"algorithm": {"kind": "dito"}}, "did you mean 'ditto'"),
         ({"algorithm": {"kind": "ditto", "lam": -1.0}}, "lam is -1.0"),

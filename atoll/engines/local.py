@@ -199,7 +199,7 @@ def _train_cohort(
         answered, share = _misfortune(faults, _client_keys(seed, _FAULTS, round_, clients))
         keys = _client_keys(seed, _TRAIN, round_, clients)
         trained = algorithm.round(Cohort(problem, clients, keys, engine.each, share), shared, own)
-        alive = answered & finite(trained.update, trained.loss)
+        alive = answered & finite((trained.update, trained.own), trained.loss)
         return trained, Reports(problem.samples(clients), trained.loss, alive), answered
 
     common = (problem, algorithm, shared, seed, round_, faults)

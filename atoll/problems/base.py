@@ -56,18 +56,18 @@ class Problem(Protocol):
         """One client's scores on data collected for the purpose "score"; among them `loss`."""
         ...
 
-    def pooled(self) -> "Problem":
-        """The same training data in the hands of a single client, for the centralised reference."""
+    def pooled(self, clients: int) -> "Problem":
+        """The training data of the first `clients` in the hands of one, for the centralised reference."""
         ...
 
 
-class ProblemSettings(Protocol):
-    """A problem as written in a recipe, before its data is loaded."""
+class ProblemSettings:
+    """Base of problems as written in a recipe, before their data is loaded."""
 
     def config(self) -> dict[str, Any]:
         """The settings as text and numbers."""
-        ...
+        raise NotImplementedError
 
     def build(self, clients: int, new_clients: int, seed: int) -> Problem:
         """The problem with `clients` for training and `new_clients` after them that training never sees."""
-        ...
+        raise NotImplementedError

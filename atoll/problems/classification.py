@@ -1,6 +1,7 @@
 """Classification: every client holds labelled samples of its own and all share the model's form."""
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -11,12 +12,13 @@ import tyro
 from ..errors import AtollError, require, unknown
 from ..settings import parse_spec, spec
 from ..shuffle import shuffled
-from .base import Params, Purpose
+from .base import Params, ProblemSettings, Purpose
 from .data import DATASETS, Dataset, Federated, from_folder, load
 from .models import MODELS, Model
 from .partition import PARTITIONS, Partition
 
 _SCORE_CHUNK = 64  # samples scored at a time: bounds memory, and wastes little on small clients
+_NEW_CLIENTS = 31  # names the random numbers that choose them, apart from the partition's own
 _SCALINGS = ("unit", "standard", "none")
 
 
@@ -118,9 +120,9 @@ class ClassificationProblem:
         start = self.test[-1]
         return Shard(start, len(self.order) - start)
 
-    def pooled(self) -> "ClassificationProblem":
-        """All training samples in one client's hands."""
-        return dataclasses.replace(self, train=self.train[jnp.asarray([0, -1])])
+    def pooled(self, clients: int) -> "ClassificationProblem":
+        """The training samples of the first `clients` in one client's hands."""
+        return dataclasses.replace(self, train=self.train[jnp.asarray([0, clients])])
 
     def _scaled(self, x: jax.Array) -> jax.Array:
         return (x - self.shift) * self.scale
@@ -136,7 +138,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Classification:
+class Classification(ProblemSettings):
     """Images or other arrays with labels, dealt out to clients."""
 
     data: Annotated[str | Dataset | Federated, tyro.conf.arg(constructor=str, metavar="NAME|DIR")] = "mnist"
@@ -165,6 +167,8 @@ class Classification:
                 "data given as arrays cannot be written into a config; save one .npz per client and name the folder"
             )
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.data not in DATASETS:
+            fields["data"] = f"{Path(self.data).resolve()}/"  # the run may be resumed from another folder
         return fields | {"partition": spec(PARTITIONS, self.partition), "model": spec(MODELS, self.model)}
 
     def build(self, clients: int, new_clients: int, seed: int) -> ClassificationProblem:
@@ -172,6 +176,12 @@ class Classification:
         total = clients + new_clients
         model = parse_spec("model", MODELS, self.model) if isinstance(self.model, str) else self.model
         data, train, test = self.deal(clients, new_clients, seed)
+        poorest = min(range(total), key=lambda client: len(test[client]))
+        require(
+            self.adapt == "train" or len(test[poorest]) >= 2,
+            f"adapt is 'test', but client {poorest} has {len(test[poorest])} test sample: it cannot adapt on one and "
+            "score on another; use adapt train, or a partition with larger clients",
+        )
         shift, scale = self._scaling(data.x)
         held_out = [len(data.x) + np.asarray(shard) for shard in test]
         whole_test = np.arange(len(data.x), len(data.x) + len(data.x_test))
@@ -193,7 +203,7 @@ class Classification:
     def deal(self, clients: int, new_clients: int, seed: int) -> tuple[Dataset, list[np.ndarray], list[np.ndarray]]:
         """The data, and for each client the indices of its training and of its test samples."""
         total = clients + new_clients
-        source: Dataset | Federated = self._source() if isinstance(self.data, str) else self.data
+        source: Dataset | Federated = self._source(seed) if isinstance(self.data, str) else self.data
         if isinstance(source, Federated):
             data, train, test = source.data, source.train, source.test
             require(
@@ -207,16 +217,16 @@ class Classification:
             train = partition.split(data.y, total, seed)
             test = partition.split_test(data.y_test, data.y, train, seed)
         if new_clients:  # partitions put like clients side by side: which ones stay out of training must be chance
-            order = np.random.default_rng([seed, 1]).permutation(total)
+            order = np.random.default_rng([seed, _NEW_CLIENTS]).permutation(total)
             train, test = [train[i] for i in order], [test[i] for i in order]
         return data, train, test
 
-    def _source(self) -> Dataset | Federated:
+    def _source(self, seed: int) -> Dataset | Federated:
         assert isinstance(self.data, str)
         if self.data in DATASETS:
             return load(self.data)
         if "/" in self.data or self.data.startswith("."):
-            return from_folder(self.data)
+            return from_folder(self.data, seed=seed)
         raise unknown("data set (a folder is written with a '/')", self.data, DATASETS)
 
     def _scaling(self, x: np.ndarray) -> tuple[Any, Any]:

@@ -35,9 +35,9 @@ def glyphs(
     require(train > 0 and test > 0, f"glyphs needs at least one train and one test image, got {train} and {test}")
     require(seed >= 0, f"the seed of glyphs must not be negative, got {seed}")
     masters = _masters()
-    return *_draw(masters, train, np.random.default_rng([seed, 0])), *_draw(
-        masters, test, np.random.default_rng([seed, 1])
-    )
+    # Words that no partition uses: who holds which sample must not depend on how the sample was drawn.
+    for_train, for_test = (np.random.default_rng([seed, 211, part]) for part in range(2))
+    return *_draw(masters, train, for_train), *_draw(masters, test, for_test)
 
 
 def _masters() -> list[list[Image.Image]]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import require
-from .base import Params, Purpose
+from .base import Params, ProblemSettings, Purpose
 
 
 class Bowl(NamedTuple):
@@ -72,15 +72,15 @@ class QuadraticProblem:
         """The loss without noise."""
         return {"loss": self.loss(params, data)}
 
-    def pooled(self) -> "QuadraticProblem":
-        """The mean of all clients' losses, up to a constant."""
-        curvature, centre = jax.vmap(self.bowl)(jnp.arange(self.population))
+    def pooled(self, clients: int) -> "QuadraticProblem":
+        """The mean of the first `clients`' losses, up to a constant."""
+        curvature, centre = jax.vmap(self.bowl)(jnp.arange(clients))
         mean = jnp.mean(curvature, 0)
         return dataclasses.replace(self, pool=Bowl(mean, jnp.mean(curvature * centre, 0) / mean), population=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Quadratic:
+class Quadratic(ProblemSettings):
     """Random quadratic losses."""
 
     dim: int = 8

@@ -63,10 +63,10 @@ def figure(runs: Sequence[Logged]) -> Figure:
     unit = "accuracy (%)" if score == "accuracy" else score
     for run, colour in zip(runs, _cycle(len(runs)), strict=True):
         at = [record["round"] for record in run.evaluations]
-        table = scale * np.array([record["evaluation"]["seen"][score] for record in run.evaluations])
+        table = scale * np.array([record["evaluation"]["seen"][score] for record in run.evaluations], float)
         curves.plot(at, table[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
         curves.plot(at, table[:, -1], color=colour, linewidth=2.2, label=run.name)
-        final = scale * np.sort(np.array(run.clients["seen"][score])[:, [0, -1]], axis=0)
+        final = scale * np.sort(np.array(run.clients["seen"][score], float)[:, [0, -1]], axis=0)
         share = (np.arange(len(final)) + 0.5) / len(final) * 100
         people.plot(share, final[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
         people.plot(share, final[:, 1], color=colour, linewidth=2.2)
@@ -89,7 +89,7 @@ def _cycle(count: int) -> list[str]:
 def table(runs: Sequence[Logged]) -> str:
     """Final scores in Markdown: before and after each adaptation step, training clients and new ones."""
     score = runs[0].score
-    steps = len(runs[0].evaluations[-1]["evaluation"]["seen"][score])
+    steps = max(len(run.evaluations[-1]["evaluation"]["seen"].get(score, ())) for run in runs)
     columns = [f"after {step}" if step else "before" for step in range(steps)]
     lines = [
         f"| run | algorithm | round | clients | {' | '.join(columns)} | worst 10% after |",
@@ -103,15 +103,18 @@ def table(runs: Sequence[Logged]) -> str:
             values = last["evaluation"][group].get(score)
             if values is None:
                 raise AtollError(f"{run.name} has no {score}; report runs of different problems apart")
-            own = np.sort(np.array(run.clients[group][score])[:, -1])
+            own = np.sort(np.array(run.clients[group][score], float)[:, -1])
             worst = np.mean((own if score == "accuracy" else own[::-1])[: max(1, len(own) // 10)])
-            cells = [_format(score, value) for value in [*values, worst]]
+            shown = [_format(score, value) for value in values]
+            cells = [*shown, *[""] * (steps - len(shown)), _format(score, worst)]
             kind = run.config["federation"]["algorithm"]["kind"]
             lines.append(f"| {run.name} | {kind} | {last['round']} | {group} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _format(score: str, value: float) -> str:
+def _format(score: str, value: float | None) -> str:
+    if value is None:
+        return "not finite"
     return f"{100 * value:.1f}%" if score == "accuracy" else f"{value:.4g}"
 
 

@@ -14,9 +14,13 @@ from ..problems.base import Params
 
 
 def finite(updates: Params, loss: jax.Array) -> jax.Array:
-    """Clients [C] whose whole update [C, ...] and loss [C] are finite."""
-    checks = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(updates)]
-    return jnp.all(jnp.stack([*checks, jnp.isfinite(loss)]), axis=0)
+    """Clients [C] whose whole `updates`, any pytree of [C, ...], and loss [C] are finite.
+
+    A sum is finite only if all its terms are, and as a product with ones it is the cheapest pass over the numbers. (An
+    update so large that its sum overflows is refused too.)
+    """
+    sums = [leaf.reshape(len(loss), -1) @ jnp.ones(leaf[0].size, leaf.dtype) for leaf in jax.tree.leaves(updates)]
+    return jnp.all(jnp.isfinite(jnp.stack([*sums, loss])), axis=0)
 
 
 def refusal(update: Any, params: Params) -> str | None:

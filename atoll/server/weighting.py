@@ -1,5 +1,6 @@
 """How much each client counts when the server combines their updates."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,12 +47,16 @@ def weighted_mean(updates: Params, weights: jax.Array) -> Params:
 
     As a product of vector and matrix: on a CPU ten times faster than a sum over the first axis.
     """
+    counts = weights != 0
 
-    def leaf(update: jax.Array) -> jax.Array:
-        rows = jnp.where((weights != 0)[:, None], update.reshape(len(weights), -1), 0)
-        return (weights.astype(update.dtype) @ rows).reshape(update.shape[1:])
+    def plain(update: jax.Array) -> jax.Array:
+        return (weights.astype(update.dtype) @ update.reshape(len(weights), -1)).reshape(update.shape[1:])
 
-    return jax.tree.map(leaf, updates)
+    def masked(update: jax.Array) -> jax.Array:
+        return plain(jnp.where(counts.reshape(-1, *[1] * (update.ndim - 1)), update, 0))
+
+    result: Params = jax.lax.cond(jnp.all(counts), partial(jax.tree.map, plain), partial(jax.tree.map, masked), updates)
+    return result
 
 
 @settings

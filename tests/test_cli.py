@@ -1,0 +1,154 @@
+"""The command line: what it says, and that mistakes cost one line and exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import atoll
+from atoll import cli
+from atoll.experiments.cells import interval, run_cells, verdict
+from atoll.experiments.per_fedavg import Table1
+
+
+@pytest.fixture(autouse=True)
+def _devices_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """JAX has started already in this process, and runs belong in a folder of their own."""
+    monkeypatch.setattr(cli, "_engine", lambda count: atoll.LocalEngine.of())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATOLL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("ATOLL_DATA", raising=False)
+    monkeypatch.setattr("atoll.problems.data._download", _no_network, raising=True)
+
+
+def _no_network(*_: object) -> None:
+    raise OSError("no network in tests")
+
+
+SMALL = ["glyphs", "--clients", "20", "--cohort", "4", "--rounds", "3", "--evaluation.every", "2"]
+
+
+def test_version_overview_and_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"atoll {atoll.__version__}"
+    assert cli.main([]) == 0
+    overview = capsys.readouterr().out
+    assert all(f"\n  {name} " in overview for name in cli.COMMANDS)
+    assert cli.main(["run", "--help"]) == 0
+    assert "atoll run RECIPE" in capsys.readouterr().out
+    assert cli.main(["list"]) == 0
+    listed = capsys.readouterr().out
+    for name in ("per-fedavg", "fedrep", "dirichlet(alpha=0.5)", "vgg11", "adam-as-printed", "per-fedavg/table1"):
+        assert name in listed
+
+
+def test_run_resume_report_and_rerun(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *SMALL, "--name", "first", "--algorithm", "ditto", "--algorithm.lam", "0.5"]) == 0
+    config = json.loads(Path("runs/first/config.json").read_text())["federation"]
+    assert config["algorithm"]["kind"] == "ditto"
+    assert config["algorithm"]["lam"] == 0.5
+    assert cli.main(["resume", "runs/first", "--rounds", "5"]) == 0
+    assert cli.main(["run", "runs/first/config.json", "--rounds", "5", "--name", "again"]) == 0
+    finals = [(Path("runs") / name / "metrics.jsonl").read_text().splitlines()[-1] for name in ("first", "again")]
+    assert finals[0] == finals[1]
+    capsys.readouterr()
+    assert cli.main(["report", "runs/first", "runs/again"]) == 0
+    assert "| again | ditto | 5 | seen |" in capsys.readouterr().out
+    assert Path("runs/report/curves.png").stat().st_size > 10_000
+
+
+def test_compare_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", *SMALL, "--algorithms", "meta,fedavg", "--name", "both"]
+    assert cli.main(command) == 0
+    table = capsys.readouterr().out
+    assert "| meta | meta | 3 |" in table
+    before = Path("runs/both/meta/metrics.jsonl").read_text()
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == table
+    assert Path("runs/both/meta/metrics.jsonl").read_text() == before
+    assert cli.main([*command, "--seed", "1"]) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_a_partition_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["partition", "glyphs", "--problem.partition", "dirichlet(0.1)", "--out", "a/b.png"]) == 0
+    assert Path("a/b.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], "did you mean 'run'"),
+        (["run"], "name a recipe first"),
+        (["run", "per-fedavgg"], "did you mean 'per-fedavg'"),
+        (["run", "per-fedavg"], "put train-images-idx3-ubyte.gz"),
+        (["run", "glyphs", "--cohort", "60"], "cohort is 60, but there are only 50 clients"),
+        (["run", "glyphs", "--algorithm.steps", "0"], "steps is 0"),
+        (["run", "glyphs", "--algorithm.alpha", "-0.1"], "alpha is -0.1"),
+        (["run", "glyphs", "--algorithm", "metta"], "did you mean 'meta'"),
+        (["run", "glyphs", "--problem.data", "mnits"], "did you mean 'mnist'"),
+        (["run", "glyphs", "--problem.data", "./nowhere/"], "nowhere"),
+        (["run", "glyphs", "--problem.partition", "dirichlet(-1)"], "-1"),
+        (["run", "glyphs", "--problem.partition", "dirichlet(apha=1)"], "write dirichlet(alpha=0.5)"),
+        (["run", "glyphs", "--problem.model", "mlpp"], "did you mean 'mlp'"),
+        (["run", "glyphs", "--problem.model", "mlp(widths=0)"], "widths"),
+        (["run", "glyphs", "--server.optimizer", "adamm"], "did you mean 'adam'"),
+        (["run", "glyphs", "--clients", "5000", "--cohort", "5"], "use fewer clients"),
+        (["run", "glyphs", "--problem.partition", "iid()+f()"], "cannot read the partition"),
+        (["run", "glyphs", "--problem.partition", "per-fedavg(a=2.5)"], "a is 2.5; it must be of type int"),
+        (["run", "no/config.json"], "no run"),
+        (["compare", "glyphs", "--algorithm.alpha", "1"], "one algorithm of several"),
+        (["partition", "glyphs", "--out", "x.foo"], "end it in .png"),
+        (["resume", "runs/none"], "is no run"),
+        (["report"], "name at least one run"),
+        (["report", "runs/none"], "is no run"),
+        (["reproduce", "per-fedavg/table2"], "did you mean 'per-fedavg/table1'"),
+        (["compare", "glyphs", "--algorithms", "meta,fedavgg"], "did you mean 'fedavg'"),
+    ],
+)
+def test_mistakes_cost_one_line_and_leave_nothing(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.strip().count("\n") == 0
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("flags", [["--cohort", "many"], ["--cohrt", "3"]])
+def test_flags_that_cannot_be_read_exit_with_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "glyphs", *flags])
+    assert ended.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_cells_are_run_once_and_remembered(tmp_path: Path) -> None:
+    calls = []
+
+    def job(value: int) -> dict[str, int]:
+        calls.append(value)
+        return {"value": value}
+
+    jobs = {str(i): (lambda i=i: job(i)) for i in range(3)}
+    assert run_cells(jobs, tmp_path, lambda *_: None, workers=1)
+    assert run_cells(jobs, tmp_path, lambda *_: None, workers=1)
+    assert calls == [0, 1, 2]
+    assert not run_cells({"new": lambda: None}, tmp_path, lambda *_: None, workers=1)
+
+
+def test_intervals_and_verdicts() -> None:
+    mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3.0
+    assert half == pytest.approx(1.963, abs=1e-3)  # t(0.975, 4) * sqrt(2.5 / 5)
+    assert verdict([2, 3, 4], [1, 2.1, 2.9]).startswith("holds")
+    assert verdict([1, 2.1, 2.9], [2, 3, 4]).startswith("is reversed")
+    assert verdict([1, 5], [2, 3]).startswith("cannot be told")
+
+
+def test_the_committed_table_is_complete() -> None:
+    cells = json.loads((Path(__file__).parent.parent / "docs/results/per-fedavg-table1.json").read_text())
+    assert len(cells) == 140
+    assert {cell["curve"][-1][0] for cell in cells} == {1000}
+    assert Table1().scale == "quick"
