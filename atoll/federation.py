@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .algorithms import ALGORITHMS, Algorithm
-from .engines.local import Faults, LocalEngine, draw_cohort, init_params, score_shared
+from .engines.local import Adaptation, Faults, LocalEngine, draw_cohort, init_params, score_shared
 from .errors import require
 from .problems import PROBLEMS
 from .problems.base import Params, ProblemSettings
@@ -244,7 +244,9 @@ class Run:
     def score(self, clients: np.ndarray, steps: int | None = None, rate: float | None = None) -> dict[str, np.ndarray]:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
         blocks = [clients[i : i + _EVALUATED_AT_ONCE] for i in range(0, len(clients), _EVALUATED_AT_ONCE)]
-        parts = [self.engine.evaluate(*self._evaluation_arguments(block, steps, rate)) for block in blocks]
+        steps = self.federation.evaluation.steps if steps is None else steps
+        task = self._adaptation(rate)
+        parts = [self.engine.evaluate(block, self._own(block), task, steps) for block in blocks]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def personalize(self, client: int, steps: int | None = None, rate: float | None = None) -> Params:
@@ -254,7 +256,9 @@ class Run:
             0 <= client < f.clients + f.new_clients,
             f"there is no client {client}; clients are 0..{f.clients + f.new_clients - 1}",
         )
-        models = self.engine.personalize(*self._evaluation_arguments(np.array([client]), steps, rate))
+        steps = f.evaluation.steps if steps is None else steps
+        one = np.array([client])
+        models = self.engine.personalize(one, self._own(one), self._adaptation(rate), steps)
         return jax.tree.map(lambda leaf: leaf[0], models)
 
     def close(self) -> None:
@@ -262,20 +266,11 @@ class Run:
         if self.files:
             self.files.close()
 
-    def _evaluation_arguments(self, clients: np.ndarray, steps: int | None, rate: float | None) -> tuple[Any, ...]:
+    def _adaptation(self, rate: float | None) -> Adaptation:
         f = self.federation
         rates = (rate, f.evaluation.rate, f.algorithm.adaptation_rate)
-        return (
-            self.problem,
-            f.algorithm,
-            self.params,
-            clients.astype(np.int32),
-            self._own(clients),
-            f.seed,
-            self.round,
-            next(value for value in rates if value is not None),
-            f.evaluation.steps if steps is None else steps,
-        )
+        chosen = next(value for value in rates if value is not None)
+        return Adaptation(self.problem, f.algorithm, self.params, f.seed, self.round, chosen)
 
     def _own(self, clients: np.ndarray) -> Params:
         """What `clients` [C] keep, [C, ...]; None if this algorithm's clients keep nothing."""

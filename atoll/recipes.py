@@ -60,7 +60,7 @@ RECIPES: dict[str, Recipe] = {
             clients=50,
             cohort=10,
             rounds=200,
-            evaluation=Evaluation(every=10),
+            evaluation=Evaluation(every=10, rate=0.2),
         ),
         _rivals(0.1, 10, 10),
     ),

@@ -30,6 +30,17 @@ class Faults(NamedTuple):
     stragglers: float | jax.Array
 
 
+class Adaptation(NamedTuple):
+    """How clients come by their own models: from what shared model, by what algorithm, in steps of what size."""
+
+    problem: Problem
+    algorithm: Algorithm
+    shared: Params
+    seed: int | jax.Array
+    round: int | jax.Array
+    rate: float | jax.Array
+
+
 class RoundReport(NamedTuple):
     """How a round went: scalars, and per client [C] who answered, whose update counted and with what weight."""
 
@@ -122,39 +133,18 @@ class LocalEngine:
         state, report = _serve(rule, state, trained, reports, answered)
         return state, trained.own, report
 
-    def evaluate(
-        self,
-        problem: Problem,
-        algorithm: Algorithm,
-        shared: Params,
-        clients: np.ndarray,
-        own: Params,
-        seed: int,
-        round_: int,
-        rate: float,
-        steps: int,
-    ) -> dict[str, np.ndarray]:
-        """Scores of each client's model after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
-        common = (problem, algorithm, self.place(shared))
-        scores = _evaluate_cohort(self, *common, self.split((clients, own)), seed, round_, rate, steps)
+    def evaluate(self, clients: np.ndarray, own: Params, task: Adaptation, steps: int) -> dict[str, np.ndarray]:
+        """Scores of the models of `clients` [C] after 0..steps adaptation steps, each [C, steps + 1]."""
+        scores = _adapt_cohort(self, self.split((clients, own)), self._ready(task), steps, scored=True)
         return {name: np.asarray(table)[: len(clients)] for name, table in scores.items()}
 
-    def personalize(
-        self,
-        problem: Problem,
-        algorithm: Algorithm,
-        shared: Params,
-        clients: np.ndarray,
-        own: Params,
-        seed: int,
-        round_: int,
-        rate: float,
-        steps: int,
-    ) -> Params:
-        """Each client's own model [C, ...] after `steps` adaptation steps: the very models `evaluate` scores."""
-        common = (problem, algorithm, self.place(shared))
-        models = _personalize_cohort(self, *common, self.split((clients, own)), seed, round_, rate, steps)
+    def personalize(self, clients: np.ndarray, own: Params, task: Adaptation, steps: int) -> Params:
+        """The models of `clients` [C] after `steps` adaptation steps, [C, ...]: the very models `evaluate` scores."""
+        models = _adapt_cohort(self, self.split((clients, own)), self._ready(task), steps, scored=False)
         return self.gather(models, len(clients))
+
+    def _ready(self, task: Adaptation) -> Adaptation:
+        return task._replace(shared=self.place(task.shared))
 
 
 def _client_keys(seed: jax.Array | int, use: int, round_: jax.Array | int, clients: jax.Array) -> jax.Array:
@@ -225,68 +215,40 @@ def _serve(
     return state, RoundReport(loss, outcome.update_norm, answered, reports.alive, outcome.weights)
 
 
-@partial(jax.jit, static_argnames=("engine", "steps"))
-def _evaluate_cohort(
-    engine: LocalEngine,
-    problem: Problem,
-    algorithm: Algorithm,
-    shared: Params,
-    by_client: tuple[jax.Array, Params],
-    seed: jax.Array | int,
-    round_: jax.Array | int,
-    rate: jax.Array | float,
-    steps: int,
-) -> dict[str, jax.Array]:
-    def scores(common: Any, by_client: Any) -> dict[str, jax.Array]:
-        problem, algorithm, shared, seed, round_, rate = common
+@partial(jax.jit, static_argnames=("engine", "steps", "scored"))
+def _adapt_cohort(
+    engine: LocalEngine, by_client: tuple[jax.Array, Params], task: Adaptation, steps: int, scored: bool
+) -> Any:
+    """Adapt every client's model `steps` times; returns the models, or their scores along the way if `scored`."""
+
+    def adapt(task: Adaptation, by_client: Any) -> Any:
         clients, own = by_client
-        cohort = Cohort(problem, clients, _client_keys(seed, _EVALUATE, round_, clients), engine.each)
-        models = _personal(cohort, algorithm, shared, own)
-        found = [engine.each(problem.evaluate)(models, cohort.collect(models, "score", 0))]
+        keys = _client_keys(task.seed, _EVALUATE, task.round, clients)
+        cohort = Cohort(task.problem, clients, keys, engine.each)
+
+        def score(models: Params, step: int) -> dict[str, jax.Array]:
+            data = cohort.collect(models, "score", step)
+            scores: dict[str, jax.Array] = engine.each(task.problem.evaluate)(models, data)
+            return scores
+
+        models = _personal(cohort, task.algorithm, task.shared, own)
+        found = [score(models, 0)] if scored else []
         for step in range(steps):
-            models = _adapted(cohort, algorithm, shared, models, rate, step)
-            found.append(engine.each(problem.evaluate)(models, cohort.collect(models, "score", step + 1)))
-        table: dict[str, jax.Array] = jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *found)
-        return table
+            models = _adapted(cohort, task, models, step)
+            found += [score(models, step + 1)] if scored else []
+        return jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *found) if scored else models
 
-    result: dict[str, jax.Array] = engine.spread(scores, (problem, algorithm, shared, seed, round_, rate), by_client)
-    return result
-
-
-@partial(jax.jit, static_argnames=("engine", "steps"))
-def _personalize_cohort(
-    engine: LocalEngine,
-    problem: Problem,
-    algorithm: Algorithm,
-    shared: Params,
-    by_client: tuple[jax.Array, Params],
-    seed: jax.Array | int,
-    round_: jax.Array | int,
-    rate: jax.Array | float,
-    steps: int,
-) -> Params:
-    def final(common: Any, by_client: Any) -> Params:
-        problem, algorithm, shared, seed, round_, rate = common
-        clients, own = by_client
-        cohort = Cohort(problem, clients, _client_keys(seed, _EVALUATE, round_, clients), engine.each)
-        models = _personal(cohort, algorithm, shared, own)
-        for step in range(steps):
-            models = _adapted(cohort, algorithm, shared, models, rate, step)
-        return models
-
-    return engine.spread(final, (problem, algorithm, shared, seed, round_, rate), by_client)
+    return engine.spread(adapt, task, by_client)
 
 
 def _personal(cohort: Cohort, algorithm: Algorithm, shared: Params, own: Params) -> Params:
     return cohort.each(lambda _, own: algorithm.personal(shared, own))(cohort.clients, own)
 
 
-def _adapted(
-    cohort: Cohort, algorithm: Algorithm, shared: Params, models: Params, rate: jax.Array | float, step: int
-) -> Params:
+def _adapted(cohort: Cohort, task: Adaptation, models: Params, step: int) -> Params:
     def adapt(model: Params, data: Any, key: jax.Array) -> Params:
-        batch = cohort.problem.draw(data, stream(key), step)
-        return algorithm.adapt(cohort.problem, shared, model, batch, rate)
+        batch = task.problem.draw(data, stream(key), step)
+        return task.algorithm.adapt(task.problem, task.shared, model, batch, task.rate)
 
     return cohort.each(adapt)(models, cohort.collect(models, "adapt", step), cohort.keys)
 
