@@ -102,7 +102,8 @@ def test_the_seed_decides_and_nothing_else(partition, federation, seed):
     np.random.seed(1)  # noqa: NPY002 (the global state must not matter)
     assert all(map(np.array_equal, first, both(seed)))
     if clients > 1:  # a single client may well have everything
-        assert not all(map(np.array_equal, first, both(seed + 1)))
+        # Two clients and four labels can be dealt in few ways, so one other seed may agree by chance; not 30.
+        assert any(not all(map(np.array_equal, first, both(seed + other))) for other in range(1, 31))
 
 
 @given(st.sampled_from([Iid(), Dirichlet(), ShardsEqual(), ShardsNonEqual()]), federations(), seeds)
