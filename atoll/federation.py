@@ -86,11 +86,10 @@ class Federation:
 
     def start(self, directory: str | Path | None = None, engine: LocalEngine | None = None) -> "Run":
         """A run before its first round; with a `directory` it logs and checkpoints there."""
-        if directory is None:
-            return Run(self, engine or LocalEngine.of(), None)
-        config = {"federation": self.config()}
-        run = Run(self, engine or LocalEngine.of(), None)  # bad settings must show before a directory is made
-        run.files = RunFiles.create(Path(directory), config)
+        config = {"federation": self.config()} if directory is not None else {}
+        run = Run(self, engine or LocalEngine.of())  # bad settings must show before a directory is made
+        if directory is not None:
+            run.files = RunFiles.create(Path(directory), config)
         return run
 
     def run(
@@ -131,13 +130,13 @@ class Federation:
 class Run:
     """A federation in training: the shared model, what clients keep, and the metrics so far."""
 
-    def __init__(self, federation: Federation, engine: LocalEngine, files: RunFiles | None) -> None:
+    def __init__(self, federation: Federation, engine: LocalEngine) -> None:
         f = federation
         pooled = f.algorithm.pooled
         self._clients, self._cohort = (1, 1) if pooled else (f.clients, f.cohort)
         self.federation = f
         self.engine = engine.sized(self._cohort)
-        self.files = files
+        self.files: RunFiles | None = None
         self.round = 0
         self.history: list[Record] = []
         self.interrupted = False
@@ -158,7 +157,7 @@ class Run:
         federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
         if rounds is not None:
             federation = dataclasses.replace(federation, rounds=rounds)
-        run = Run(federation, engine or LocalEngine.of(), None)
+        run = Run(federation, engine or LocalEngine.of())
         run.files = RunFiles(path)
         try:
             restored = run.files.restore(run._state, run.store)

@@ -42,8 +42,13 @@ def settings(cls: type[T]) -> type[T]:
     return cls
 
 
-def parse_spec(kind: str, registry: Mapping[str, type[T]], text: str) -> T:
-    """Build the setting that a spec names: ``name``, ``name(0.3)`` or ``name(alpha=0.3, labels=2)``."""
+def parse_spec(kind: str, registry: Mapping[str, type[T]], text: str | T) -> T:
+    """Build the setting that a spec names: ``name``, ``name(0.3)`` or ``name(alpha=0.3, labels=2)``.
+
+    A setting that is built already is returned as it is.
+    """
+    if not isinstance(text, str):
+        return text
     name, bracket, inside = text.strip().partition("(")
     name = name.strip()
     if name not in registry:

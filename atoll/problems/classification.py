@@ -174,7 +174,7 @@ class Classification(ProblemSettings):
     def build(self, clients: int, new_clients: int, seed: int) -> ClassificationProblem:
         """Load the data and deal it out; a pure function of the settings and `seed`."""
         total = clients + new_clients
-        model = parse_spec("model", MODELS, self.model) if isinstance(self.model, str) else self.model
+        model = parse_spec("model", MODELS, self.model)
         data, train, test = self.deal(clients, new_clients, seed)
         poorest = min(range(total), key=lambda client: len(test[client]))
         require(
@@ -212,8 +212,7 @@ class Classification(ProblemSettings):
                 f"{len(train) - new_clients}",
             )
         else:
-            data, way = source, self.partition
-            partition = parse_spec("partition", PARTITIONS, way) if isinstance(way, str) else way
+            data, partition = source, parse_spec("partition", PARTITIONS, self.partition)
             train = partition.split(data.y, total, seed)
             test = partition.split_test(data.y_test, data.y, train, seed)
         if new_clients:  # partitions put like clients side by side: which ones stay out of training must be chance

@@ -44,10 +44,8 @@ class Server:
 
     def build(self) -> "ServerRule":
         """Parse the specs."""
-        weighting, optimizer = self.weighting, self.optimizer
         return ServerRule(
-            parse_spec("weighting", WEIGHTINGS, weighting) if isinstance(weighting, str) else weighting,
-            parse_spec("optimizer", OPTIMIZERS, optimizer) if isinstance(optimizer, str) else optimizer,
+            parse_spec("weighting", WEIGHTINGS, self.weighting), parse_spec("optimizer", OPTIMIZERS, self.optimizer)
         )
 
 
