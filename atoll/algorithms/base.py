@@ -1,8 +1,12 @@
 """What an algorithm is, and the pieces that all of them share.
 
 An algorithm says what a client does with the shared model in one round and how it comes by a model of its own. It is
-written for a cohort: `Cohort.collect` gathers data for all its clients at once, `Cohort.each` maps a function of one
-client over them. A simulated cohort has hundreds of clients, a real client on its own machine is a cohort of one.
+written for a cohort: data is gathered for all its clients at once, `Cohort.each` maps a function of one client over
+them. A simulated cohort has hundreds of clients, a real client on its own machine is a cohort of one.
+
+A round alternates: `behaviour` names the models with which clients gather data, once for each entry of `gatherings`,
+and `learn` makes an update of all that was gathered. The two are pure and can be compiled; what happens between them
+is the problem's affair, be it an index into an array or a simulation of a thousand robots.
 """
 
 import dataclasses
@@ -30,8 +34,8 @@ class Cohort:
 
     def collect(self, params: Params, purpose: Purpose, tag: int = 0) -> Data:
         """Data gathered by every client with its own `params` [C, ...]; `tag` sets one gathering apart from others."""
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1000 + tag))(self.keys)
-        return self.problem.collect(params, self.clients, keys, purpose)
+        data = self.problem.collect(params, self.clients, gathering_keys(self.keys, tag), purpose)
+        return self.each(self.problem.digest)(data)
 
     def copies(self, params: Params) -> Params:
         """One copy of `params` per client, [C, ...]."""
@@ -47,10 +51,17 @@ class Trained(NamedTuple):
     loss: jax.Array  # mean training loss over the local steps
 
 
+def gathering_keys(keys: jax.Array, tag: int) -> jax.Array:
+    """Keys [C] of gathering number `tag`, from the clients' keys [C] of the round."""
+    found: jax.Array = jax.vmap(lambda key: jax.random.fold_in(key, 1000 + tag))(keys)
+    return found
+
+
 class Algorithm:
-    """Base of all algorithms. A subclass must have `round`; the rest has sensible defaults."""
+    """Base of all algorithms. A subclass must have `learn`; the rest has sensible defaults."""
 
     pooled = False  # True: trains on everybody's data in one place
+    gatherings: tuple[Purpose, ...] = ("train",)  # what a client gathers in a round, one after another
 
     @property
     def adaptation_rate(self) -> float:
@@ -61,9 +72,22 @@ class Algorithm:
         """What a client that never took part keeps, given the shared model of the moment (None: nothing)."""
         del shared
 
-    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
-        """One round of all clients of the cohort."""
+    def behaviour(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Params:
+        """Models [C, ...] with which the clients gather next, after what they `gathered` so far this round."""
+        del own, gathered
+        return cohort.copies(shared)
+
+    def learn(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Trained:
+        """What all clients of the cohort make of what they gathered."""
         raise NotImplementedError
+
+    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
+        """One round of all clients of the cohort, start to end."""
+        gathered: tuple[Data, ...] = ()
+        for tag, purpose in enumerate(self.gatherings):
+            models = self.behaviour(cohort, shared, own, gathered)
+            gathered = (*gathered, cohort.collect(models, purpose, tag))
+        return self.learn(cohort, shared, own, gathered)
 
     def personal(self, shared: Params, own: Params) -> Params:
         """The model that a client starts to adapt from."""

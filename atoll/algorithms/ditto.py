@@ -26,6 +26,7 @@ class Ditto(Algorithm):
     """local steps a round on the shared model"""
     personal_steps: int = 10
     """local steps a round on the personal model"""
+    gatherings = ("train", "train")
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate, personal_rate=self.personal_rate)
@@ -46,11 +47,13 @@ class Ditto(Algorithm):
         """The client's v."""
         return own
 
-    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
+    def behaviour(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Params:
+        """The shared model, then the personal one."""
+        return own if gathered else cohort.copies(shared)
+
+    def learn(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Trained:
         """SGD on the shared model and on the personal one, each on data gathered with it."""
         problem = cohort.problem
-        for_shared = cohort.collect(cohort.copies(shared), "train", tag=0)
-        for_own = cohort.collect(own, "train", tag=1)
 
         def client(
             for_shared: Data, for_own: Data, own: Params, key: jax.Array, share: jax.Array | None
@@ -70,4 +73,4 @@ class Ditto(Algorithm):
             )
             return minus(w, shared), v, loss
 
-        return Trained(*cohort.each(client)(for_shared, for_own, own, cohort.keys, cohort.share))
+        return Trained(*cohort.each(client)(*gathered, own, cohort.keys, cohort.share))

@@ -36,9 +36,8 @@ class FedAvg(Algorithm):
         """Strength of a proximal term; FedAvg has none."""
         return None
 
-    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
+    def learn(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Trained:
         """Local SGD from the shared model."""
-        data = cohort.collect(cohort.copies(shared), "train")
 
         def client(data: Data, key: jax.Array, share: jax.Array | None) -> tuple[Params, jax.Array]:
             params, loss = local_sgd(
@@ -46,5 +45,5 @@ class FedAvg(Algorithm):
             )
             return minus(params, shared), loss
 
-        update, loss = cohort.each(client)(data, cohort.keys, cohort.share)
+        update, loss = cohort.each(client)(*gathered, cohort.keys, cohort.share)
         return Trained(update, own, loss)

@@ -45,10 +45,13 @@ class FedRep(Algorithm):
         """The shared body under the client's head."""
         return {"body": shared["body"], "head": own}
 
-    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
+    def behaviour(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Params:
+        """The shared body under every client's head."""
+        return {"body": cohort.copies(shared["body"]), "head": own}
+
+    def learn(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Trained:
         """Head first, then body."""
         problem = cohort.problem
-        data = cohort.collect({"body": cohort.copies(shared["body"]), "head": own}, "train")
 
         def client(
             data: Data, head: Params, key: jax.Array, share: jax.Array | None
@@ -72,4 +75,4 @@ class FedRep(Algorithm):
             }
             return update, params["head"], loss
 
-        return Trained(*cohort.each(client)(data, own, cohort.keys, cohort.share))
+        return Trained(*cohort.each(client)(*gathered, own, cohort.keys, cohort.share))

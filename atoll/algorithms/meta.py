@@ -69,6 +69,7 @@ class Meta(Algorithm):
     """local steps a round, the paper's tau"""
     delta: float = 1e-3
     """width of the hessian-free difference"""
+    gatherings = ("support", "train")
 
     def __post_init__(self) -> None:
         check_positive(alpha=self.alpha, beta=self.beta, delta=self.delta)
@@ -81,16 +82,19 @@ class Meta(Algorithm):
         """Clients adapt as they were trained to."""
         return self.alpha
 
-    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
-        """Descend on F_i; where data depends on the model, D' is gathered once with the adapted model and reused."""
+    def behaviour(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Params:
+        """The shared model, then every client's adapted one."""
         problem = cohort.problem
 
         def adapt(data: Data, key: jax.Array) -> Params:
             batch = problem.draw(data, streams(key, 3)[0], 0)
             return descend(shared, jax.grad(problem.loss)(shared, batch), self.alpha)
 
-        support = cohort.collect(cohort.copies(shared), "train", tag=0)
-        query = cohort.collect(cohort.each(adapt)(support, cohort.keys), "train", tag=1)
+        return cohort.each(adapt)(*gathered, cohort.keys) if gathered else cohort.copies(shared)
+
+    def learn(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Trained:
+        """Descend on F_i; where data depends on the model, both batches are reused by importance sampling."""
+        problem = cohort.problem
 
         def client(support: Data, query: Data, key: jax.Array, share: jax.Array | None) -> tuple[Params, jax.Array]:
             first, second, third = streams(key, 3)
@@ -107,5 +111,5 @@ class Meta(Algorithm):
             w, loss = local_steps(problem, support, shared, step, self.steps, share=share)
             return minus(w, shared), loss
 
-        update, loss = cohort.each(client)(support, query, cohort.keys, cohort.share)
+        update, loss = cohort.each(client)(*gathered, cohort.keys, cohort.share)
         return Trained(update, own, loss)

@@ -53,10 +53,9 @@ class PFedMe(Algorithm):
         gradient = jax.tree.map(lambda g, a, b: g + self.lam * (a - b), gradient, theta, w)
         return descend(theta, gradient, rate), loss
 
-    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
+    def learn(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Trained:
         """Descend on the Moreau envelope."""
         problem = cohort.problem
-        data = cohort.collect(cohort.copies(shared), "train")
 
         def client(data: Data, key: jax.Array, share: jax.Array | None) -> tuple[Params, jax.Array]:
             words = stream(key)
@@ -75,5 +74,5 @@ class PFedMe(Algorithm):
             (w, _), loss = local_steps(problem, data, (shared, shared), step, self.steps, share=share)
             return minus(w, shared), loss
 
-        update, loss = cohort.each(client)(data, cohort.keys, cohort.share)
+        update, loss = cohort.each(client)(*gathered, cohort.keys, cohort.share)
         return Trained(update, own, loss)

@@ -36,14 +36,17 @@ class LocalOnly(Algorithm):
         """The client's own model."""
         return own
 
-    def round(self, cohort: Cohort, shared: Params, own: Params) -> Trained:
+    def behaviour(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Params:
+        """Every client gathers with its own model."""
+        return own
+
+    def learn(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Trained:
         """SGD on the client's own model."""
-        data = cohort.collect(own, "train")
 
         def client(data: Data, own: Params, key: jax.Array, share: jax.Array | None) -> tuple[Params, jax.Array]:
             return local_sgd(cohort.problem, data, own, stream(key), self.rate, self.steps, share=share)
 
-        own, loss = cohort.each(client)(data, own, cohort.keys, cohort.share)
+        own, loss = cohort.each(client)(*gathered, own, cohort.keys, cohort.share)
         return Trained(jax.tree.map(jnp.zeros_like, cohort.copies(shared)), own, loss)
 
 

@@ -74,7 +74,7 @@ class Table1:
         problem = Classification("mnist", "per-fedavg(a=196, a_test=34)", "mlp(widths=(80, 60))", 40, scaling)
         return Federation(
             problem, algorithm, clients=50, cohort=10, rounds=rounds, seed=seed,
-            evaluation=Evaluation(every=rounds // 20, rate=getattr(algorithm, "alpha", 0.01)),
+            evaluation=Evaluation(every=rounds // 10, rate=getattr(algorithm, "alpha", 0.01)),
         )  # fmt: skip
 
     def reproduce(self, track: Track) -> bool:

@@ -3,7 +3,8 @@
 Algorithms know nothing else, so each serves classification, reinforcement learning and your own problem alike.
 
 `collect` speaks of a whole cohort, because gathering experience may mean one big simulation; the other methods speak
-of one client and are mapped over the cohort by the engine. A problem is a JAX pytree: its arrays are arguments of the
+of one client and are mapped over the cohort by the engine. Where `outside` is set, `collect` is not traced: the engine
+calls it between compiled programs with arrays, and it may do anything, such as run a physics engine. A problem is a JAX pytree: its arrays are arguments of the
 compiled program, never constants inside it.
 """
 
@@ -14,7 +15,7 @@ import jax
 Params = Any  # a pytree of arrays; problems whose models have a head keep it under params["head"]
 Data = Any  # what `collect` returns: a pytree with a leading client axis, or one client's slice of it
 Batch = Any  # what `draw` returns and `loss` takes
-Purpose = Literal["train", "adapt", "score"]
+Purpose = Literal["train", "support", "adapt", "score"]
 
 
 class Problem(Protocol):
@@ -23,6 +24,11 @@ class Problem(Protocol):
     @property
     def population(self) -> int:
         """Number of clients, those kept out of training included."""
+        ...
+
+    @property
+    def outside(self) -> bool:
+        """Whether `collect` runs outside of compiled programs."""
         ...
 
     def init(self, key: jax.Array) -> Params:
@@ -36,8 +42,13 @@ class Problem(Protocol):
     def collect(self, params: Params, clients: jax.Array, keys: jax.Array, purpose: Purpose) -> Data:
         """Data that each of `clients` [C] gathers with its own `params` [C, ...] and `keys` [C].
 
-        Training and adaptation may share data; what is scored never overlaps with either.
+        It is for training, for the inner step of meta-training ("support"), for adapting, or for scoring. Training and
+        adaptation may share data; what is scored never overlaps with either.
         """
+        ...
+
+    def digest(self, data: Data) -> Data:
+        """What one client makes of what it gathered before it learns from it; most take it as it is."""
         ...
 
     def steps(self, data: Data, epochs: int) -> jax.Array | int:

@@ -63,6 +63,11 @@ class ClassificationProblem:
         """Number of clients, new ones included."""
         return len(self.train) - 1
 
+    @property
+    def outside(self) -> bool:
+        """The data is in memory."""
+        return False
+
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters of the model."""
         return self.model.init(key, self.x.shape[1:], self.classes)
@@ -78,11 +83,15 @@ class ClassificationProblem:
         adapt and the others score.
         """
         del params, keys
-        if purpose == "train" or (purpose == "adapt" and self.adapt == "train"):
+        if purpose in ("train", "support") or (purpose == "adapt" and self.adapt == "train"):
             return self._shard(self.train, clients)
         start, count = self._shard(self.test, clients)
         held = jnp.minimum(self.batch, count // 2) if self.adapt == "test" else jnp.zeros_like(count)
         return Shard(start, held) if purpose == "adapt" else Shard(start + held, count - held)
+
+    def digest(self, data: Shard) -> Shard:
+        """The data as it is."""
+        return data
 
     def steps(self, data: Shard, epochs: int) -> jax.Array:
         """Minibatches in `epochs` passes over a client's data."""

@@ -32,6 +32,11 @@ class QuadraticProblem:
     population: int = dataclasses.field(metadata={"static": True})
     dim: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def outside(self) -> bool:
+        """Clients are made where they are needed."""
+        return False
+
     def init(self, key: jax.Array) -> Params:
         """Random coordinates in two halves."""
         start = jax.random.normal(key, (self.dim,))
@@ -54,6 +59,10 @@ class QuadraticProblem:
         """The clients' losses themselves."""
         del params, keys, purpose
         return jax.vmap(self.bowl)(clients)
+
+    def digest(self, data: Bowl) -> Bowl:
+        """The data as it is."""
+        return data
 
     def steps(self, data: Bowl, epochs: int) -> int:
         """An epoch is one step."""
