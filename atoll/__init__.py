@@ -22,7 +22,7 @@ from .algorithms import (
 from .engines.local import LocalEngine
 from .errors import AtollError
 from .federation import Evaluation, Federation, Run
-from .problems import PROBLEMS, Classification, Quadratic, from_folder, from_mapping
+from .problems import PROBLEMS, Classification, Locomotion, Quadratic, from_folder, from_mapping
 from .server import OPTIMIZERS, WEIGHTINGS, FedAdam, Server
 from .version import __version__
 
@@ -44,6 +44,7 @@ __all__ = [
     "Federation",
     "LocalEngine",
     "LocalOnly",
+    "Locomotion",
     "Meta",
     "PFedMe",
     "Quadratic",

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .algorithms import ALGORITHMS, Algorithm
-from .engines.local import Adaptation, Faults, LocalEngine, draw_cohort, init_params, score_shared
+from .engines.local import Faults, LocalEngine, Rate, RoundReport, Work, draw_cohort, init_params, score_shared
 from .errors import require
 from .problems import PROBLEMS
 from .problems.base import Params, ProblemSettings
@@ -38,6 +38,8 @@ class Evaluation:
     """adaptation steps"""
     rate: float | None = None
     """size of an adaptation step (default: the algorithm's own)"""
+    later: float = 1.0
+    """what steps after the first are multiplied by"""
     clients: int = 1000
     """score at most so many clients of each kind, the same ones every time"""
 
@@ -45,6 +47,7 @@ class Evaluation:
         require(self.every >= 1, f"evaluation.every is {self.every}; it must be at least 1")
         require(self.steps >= 0, f"evaluation.steps is {self.steps}; it must be 0 or more")
         require(self.rate is None or 0 < self.rate < math.inf, f"evaluation.rate is {self.rate}; it must be positive")
+        require(0 < self.later < math.inf, f"evaluation.later is {self.later}; it must be positive")
         require(self.clients >= 1, f"evaluation.clients is {self.clients}; it must be at least 1")
 
 
@@ -142,13 +145,14 @@ class Run:
         self.interrupted = False
         self._restored = False
         self._rule = f.server.build()
-        self._faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
+        faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
         problem = f.problem.build(f.clients, f.new_clients, f.seed)
         params = init_params(problem, f.seed)
         self._state = jax.device_put(self._rule.init(params, self._cohort), self.engine.devices[0])
         self.store = ClientStore(jax.eval_shape(f.algorithm.init, params))
         self.problem = self.engine.place(problem)
-        self._training = self.engine.place(problem.pooled(f.clients)) if pooled else self.problem
+        training = self.engine.place(problem.pooled(f.clients)) if pooled else self.problem
+        self.work = Work(training, f.algorithm, f.seed, faults)
 
     @staticmethod
     def resume(directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None) -> "Run":
@@ -199,12 +203,20 @@ class Run:
 
     def step(self) -> Record:
         """One round; returns its record."""
-        f, round_ = self.federation, self.round + 1
-        clients = np.asarray(draw_cohort(f.seed, round_, self._clients, self._cohort))
-        before = (self._training, f.algorithm, self._rule, self._state)
-        state, own, report = self.engine.train(*before, clients, self._own(clients), f.seed, round_, self._faults)
+        round_ = self.round + 1
+        clients, own = self.invite(round_)
+        state, own, report = self.engine.train(self.work, self._rule, self._state, clients, own, round_)
         self._state = state
-        self.round = round_
+        return self.finish(clients, own, report)
+
+    def invite(self, round_: int) -> tuple[np.ndarray, Params]:
+        """The clients [C] of a round and what they keep [C, ...]."""
+        clients = np.asarray(draw_cohort(self.federation.seed, round_, self._clients, self._cohort))
+        return clients, self._own(clients)
+
+    def finish(self, clients: np.ndarray, own: Params, report: RoundReport) -> Record:
+        """Store what the clients of a round keep, and return the round's record."""
+        self.round = round_ = self.round + 1
         alive, answered = np.asarray(report.alive), np.asarray(report.answered)
         if not self.store.empty_handed and alive.any():
             self.store.write(clients[alive].tolist(), jax.tree.map(lambda leaf: np.asarray(leaf)[alive], own))
@@ -244,8 +256,9 @@ class Run:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
         blocks = [clients[i : i + _EVALUATED_AT_ONCE] for i in range(0, len(clients), _EVALUATED_AT_ONCE)]
         steps = self.federation.evaluation.steps if steps is None else steps
-        task = self._adaptation(rate)
-        parts = [self.engine.evaluate(block, self._own(block), task, steps) for block in blocks]
+        scoring = (self.round, steps, self._rate(rate))
+        work = self.work._replace(problem=self.problem)
+        parts = [self.engine.evaluate(work, self.params, block, self._own(block), *scoring) for block in blocks]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def personalize(self, client: int, steps: int | None = None, rate: float | None = None) -> Params:
@@ -257,7 +270,8 @@ class Run:
         )
         steps = f.evaluation.steps if steps is None else steps
         one = np.array([client])
-        models = self.engine.personalize(one, self._own(one), self._adaptation(rate), steps)
+        work = self.work._replace(problem=self.problem)
+        models = self.engine.personalize(work, self.params, one, self._own(one), self.round, steps, self._rate(rate))
         return jax.tree.map(lambda leaf: leaf[0], models)
 
     def close(self) -> None:
@@ -265,11 +279,10 @@ class Run:
         if self.files:
             self.files.close()
 
-    def _adaptation(self, rate: float | None) -> Adaptation:
-        f = self.federation
-        rates = (rate, f.evaluation.rate, f.algorithm.adaptation_rate)
-        chosen = next(value for value in rates if value is not None)
-        return Adaptation(self.problem, f.algorithm, self.params, f.seed, self.round, chosen)
+    def _rate(self, rate: float | None) -> Rate:
+        evaluation = self.federation.evaluation
+        rates = (rate, evaluation.rate, self.federation.algorithm.adaptation_rate)
+        return Rate(next(value for value in rates if value is not None), evaluation.later)
 
     def _own(self, clients: np.ndarray) -> Params:
         """What `clients` [C] keep, [C, ...]; None if this algorithm's clients keep nothing."""

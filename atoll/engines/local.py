@@ -3,6 +3,10 @@
 The cohort is split over the local devices; on each device its clients run one after another (CPU, where a client's
 model then stays in the cache) or side by side (GPU). Which device a client lands on changes none of its numbers, and
 updates are brought together before they are combined, so the result does not depend on the number of devices.
+
+Where a problem gathers its data outside of compiled programs, a round is one program per phase with the gathering in
+between. Many runs of the same form are one batch: whatever differs between them, seeds and numeric settings, then has
+a leading axis, and all arrays of clients are [R, C, ...]; again one after another on a CPU and side by side on a GPU.
 """
 
 import dataclasses
@@ -15,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..algorithms.base import Algorithm, Cohort, Trained
-from ..problems.base import Params, Problem
+from ..algorithms.base import Algorithm, Cohort, Trained, gathering_keys
+from ..problems.base import Data, Params, Problem, Purpose
 from ..server import Reports, ServerRule, ServerState, finite
 from ..shuffle import shuffled, stream
 
-_TRAIN, _EVALUATE, _COHORT, _INIT, _FAULTS = range(5)  # one family of keys per use, so that none is used twice
+_TRAIN, _EVALUATE, _COHORT, _INIT, _FAULTS, _PRIVACY = range(6)  # one family of keys per use, so that none is used twice
 
 
 class Faults(NamedTuple):
@@ -30,15 +34,23 @@ class Faults(NamedTuple):
     stragglers: float | jax.Array
 
 
-class Adaptation(NamedTuple):
-    """How clients come by their own models: from what shared model, by what algorithm, in steps of what size."""
+class Work(NamedTuple):
+    """What stays the same over all rounds of a run; for many runs, leaves that differ have a leading axis."""
 
     problem: Problem
     algorithm: Algorithm
-    shared: Params
     seed: int | jax.Array
-    round: int | jax.Array
-    rate: float | jax.Array
+    faults: Faults | None = None
+
+
+class Rate(NamedTuple):
+    """Size of the first adaptation step, and what later ones are multiplied by."""
+
+    first: float | jax.Array
+    later: float | jax.Array = 1.0
+
+
+Axes = tuple[bool, ...]  # of many runs: for each leaf of their work, whether it differs between them
 
 
 class RoundReport(NamedTuple):
@@ -53,10 +65,14 @@ class RoundReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LocalEngine:
-    """Runs cohorts on `devices`, clients of a device side by side if `vectorised`, else one after another."""
+    """Runs cohorts on `devices`, clients of a device side by side if `vectorised`, else one after another.
+
+    `runs` is None for a single run; for many it says which leaves of their work differ.
+    """
 
     devices: tuple[Any, ...]
     vectorised: bool
+    runs: Axes | None = None
 
     @staticmethod
     def of(devices: Sequence[Any] | None = None, vectorised: bool | None = None) -> "LocalEngine":
@@ -73,78 +89,144 @@ class LocalEngine:
     def _mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), ("clients",))
 
+    @property
+    def _by_client(self) -> PartitionSpec:
+        return PartitionSpec("clients") if self.runs is None else PartitionSpec(None, "clients")
+
     def place(self, tree: Any) -> Any:
         """`tree` on every device."""
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
 
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` of one client, mapped over the leading axis of its arguments."""
+        """`function` mapped over the leading axis, of clients or of runs, of its arguments."""
         if self.vectorised:
             return jax.vmap(function)
         return lambda *arguments: jax.lax.map(lambda one: function(*one), arguments)
 
+    def each_run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(work, *others)` of one run, mapped over the runs, if these are many: all of `others` by run."""
+        if self.runs is None:
+            return function
+
+        def many(work: Work, *others: Any) -> Any:
+            leaves, structure = jax.tree.flatten(work)
+            axes = self.runs or ()
+            different = [leaf for leaf, differs in zip(leaves, axes, strict=True) if differs]
+
+            def one(different: list[Any], others: Any) -> Any:
+                mine = iter(different)
+                whole = [next(mine) if differs else leaf for leaf, differs in zip(leaves, axes, strict=True)]
+                return function(jax.tree.unflatten(structure, whole), *others)
+
+            return self.each(one)(different, others)
+
+        return many
+
     def spread(self, function: Callable[[Any, Any], Any], common: Any, by_client: Any) -> Any:
-        """`function(common, by_client)` with the leading axis of `by_client`, and of the result, split over devices.
+        """`function(common, by_client)` with the client axis of `by_client`, and of the result, split over devices.
 
         The devices exchange nothing: CPU devices that wait for each other inside a program can starve of threads.
         """
         if len(self.devices) == 1:
             return function(common, by_client)
-        everywhere, split = PartitionSpec(), PartitionSpec("clients")
+        everywhere, split = PartitionSpec(), self._by_client
         run = jax.shard_map(function, mesh=self._mesh, in_specs=(everywhere, split), out_specs=split, check_vma=False)
         return run(common, by_client)
 
     def split(self, by_client: Any) -> Any:
         """`by_client` laid out for `spread`: the last client again where the cohort does not divide by the devices."""
         if len(self.devices) == 1:
-            return by_client
-        size = len(jax.tree.leaves(by_client)[0])
+            return jax.device_put(by_client, self.devices[0])
+        axis = len(self._by_client) - 1
+        size = jax.tree.leaves(by_client)[0].shape[axis]
         rows = np.minimum(np.arange(-(-size // len(self.devices)) * len(self.devices)), size - 1)
         if len(rows) > size:
-            by_client = jax.tree.map(lambda leaf: leaf[rows], by_client)
-        return jax.device_put(by_client, NamedSharding(self._mesh, PartitionSpec("clients")))
+            by_client = jax.tree.map(lambda leaf: leaf[:, rows] if axis else leaf[rows], by_client)
+        return jax.device_put(by_client, NamedSharding(self._mesh, self._by_client))
 
     def gather(self, by_client: Any, size: int) -> Any:
         """A result of `spread` on the first device, without the clients that `split` added."""
         if len(self.devices) == 1:
             return by_client
         together = jax.device_put(by_client, self.devices[0])
-        return jax.tree.map(lambda leaf: leaf[:size] if len(leaf) > size else leaf, together)
+        axis = len(self._by_client) - 1
+
+        def cut(leaf: Any) -> Any:
+            return leaf if leaf.shape[axis] == size else leaf[:, :size] if axis else leaf[:size]
+
+        return jax.tree.map(cut, together)
 
     def train(
-        self,
-        problem: Problem,
-        algorithm: Algorithm,
-        rule: ServerRule,
-        state: ServerState,
-        clients: np.ndarray,
-        own: Params,
-        seed: int,
-        round_: int,
-        faults: Faults | None = None,
+        self, work: Work, rule: ServerRule, state: ServerState, clients: np.ndarray, own: Params, round_: int
     ) -> tuple[ServerState, Params, RoundReport]:
         """One round of `clients` [C]: next server state, what each client keeps [C, ...], and a report.
 
-        `problem` must be placed on the devices; `state` lives on the first.
+        The problem must be placed on the devices; `state` lives on the first. Of many runs everything but the round
+        has a leading axis, the rule too.
         """
         shared = self.place(state.params) if len(self.devices) > 1 else state.params
-        done = _train_cohort(self, problem, algorithm, shared, self.split((clients, own)), seed, round_, faults)
-        trained, reports, answered = self.gather(done, len(clients))
-        state, report = _serve(rule, state, trained, reports, answered)
+        by_client = self.split((clients, own))
+        if work.problem.outside:
+            gathered: tuple[Data, ...] = ()
+            for tag, purpose in enumerate(work.algorithm.gatherings):
+                models = _program(_behave, self, work, shared, round_, (*by_client, gathered))
+                gathered = (*gathered, self._collect(work, models, clients, _TRAIN, round_, purpose, tag))
+            done = _program(_learn, self, work, shared, round_, (*by_client, gathered))
+        else:
+            done = _program(_train, self, work, shared, round_, by_client)
+        trained, reports, answered = self.gather(done, clients.shape[-1])
+        state, report = _serve(self, rule, state, trained, reports, answered, work.seed, round_)
         return state, trained.own, report
 
-    def evaluate(self, clients: np.ndarray, own: Params, task: Adaptation, steps: int) -> dict[str, np.ndarray]:
+    def evaluate(
+        self, work: Work, shared: Params, clients: np.ndarray, own: Params, round_: int, steps: int, rate: Rate
+    ) -> dict[str, np.ndarray]:
         """Scores of the models of `clients` [C] after 0..steps adaptation steps, each [C, steps + 1]."""
-        scores = _adapt_cohort(self, self.split((clients, own)), self._ready(task), steps, scored=True)
-        return {name: np.asarray(table)[: len(clients)] for name, table in scores.items()}
+        scores = self._adapt(work, shared, clients, own, round_, steps, rate, scored=True)
+        return {name: np.asarray(table)[..., : clients.shape[-1], :] for name, table in scores.items()}
 
-    def personalize(self, clients: np.ndarray, own: Params, task: Adaptation, steps: int) -> Params:
+    def personalize(
+        self, work: Work, shared: Params, clients: np.ndarray, own: Params, round_: int, steps: int, rate: Rate
+    ) -> Params:
         """The models of `clients` [C] after `steps` adaptation steps, [C, ...]: the very models `evaluate` scores."""
-        models = _adapt_cohort(self, self.split((clients, own)), self._ready(task), steps, scored=False)
-        return self.gather(models, len(clients))
+        models = self._adapt(work, shared, clients, own, round_, steps, rate, scored=False)
+        return self.gather(models, clients.shape[-1])
 
-    def _ready(self, task: Adaptation) -> Adaptation:
-        return task._replace(shared=self.place(task.shared))
+    def _adapt(
+        self,
+        work: Work,
+        shared: Params,
+        clients: np.ndarray,
+        own: Params,
+        round_: int,
+        steps: int,
+        rate: Rate,
+        scored: bool,
+    ) -> Any:
+        by_run, by_client = (self.place(shared), rate), self.split((clients, own))
+        if not work.problem.outside:
+            return _program(_adapt_all, self, work, by_run, round_, by_client, options=(steps, scored))
+
+        def score(models: Params, step: int) -> dict[str, jax.Array]:
+            data = self._collect(work, models, clients, _EVALUATE, round_, "score", step)
+            found: dict[str, jax.Array] = _program(_score, self, work, (), (), (models, data))
+            return found
+
+        models = _program(_personal, self, work, by_run, (), by_client)
+        found = [score(models, 0)] if scored else []
+        for step in range(steps):
+            data = self._collect(work, models, clients, _EVALUATE, round_, "adapt", step)
+            models = _program(_adapt_once, self, work, by_run, (round_, step), (by_client[0], models, data))
+            found += [score(models, step + 1)] if scored else []
+        return jax.tree.map(lambda *columns: jnp.stack(columns, axis=-1), *found) if scored else models
+
+    def _collect(
+        self, work: Work, models: Params, clients: np.ndarray, use: int, round_: int, purpose: Purpose, tag: int
+    ) -> Data:
+        """Let the problem gather outside of compiled programs; what it finds goes back to the devices."""
+        keys = _gathering(work.seed, use, round_, clients, tag)
+        data = work.problem.collect(self.gather(models, clients.shape[-1]), clients, keys, purpose)
+        return _program(_digest, self, work, (), (), self.split(data))
 
 
 def _client_keys(seed: jax.Array | int, use: int, round_: jax.Array | int, clients: jax.Array) -> jax.Array:
@@ -159,6 +241,17 @@ def _key(seed: jax.Array | int, use: int, round_: jax.Array | int) -> Any:
     return jax.random.wrap_key_data(words)
 
 
+@partial(jax.jit, static_argnames=("use", "tag"))
+def _gathering(seed: jax.Array, use: int, round_: int, clients: jax.Array, tag: int) -> jax.Array:
+    """Keys of a gathering, shaped like `clients`, [C] or [R, C]."""
+
+    def run(seed: jax.Array, clients: jax.Array) -> jax.Array:
+        return gathering_keys(_client_keys(seed, use, round_, clients), tag)
+
+    keys: jax.Array = run(seed, clients) if clients.ndim == 1 else jax.vmap(run)(seed, clients)
+    return keys
+
+
 @partial(jax.jit, static_argnames=("cohort",))
 def draw_cohort(seed: jax.Array | int, round_: jax.Array | int, clients: int, cohort: int) -> jax.Array:
     """Ids [cohort] of the clients of a round, without repetition, sorted; costs the cohort, not the population."""
@@ -170,31 +263,66 @@ def init_params(problem: Problem, seed: int) -> Params:
     return problem.init(_key(seed, _INIT, 0))
 
 
-@partial(jax.jit, static_argnames=("engine",))
-def _train_cohort(
+@partial(jax.jit, static_argnames=("function", "engine", "options"))
+def _program(
+    function: Callable[..., Any],
     engine: LocalEngine,
-    problem: Problem,
-    algorithm: Algorithm,
-    shared: Params,
-    by_client: tuple[jax.Array, Params],
-    seed: jax.Array | int,
-    round_: jax.Array | int,
-    faults: Faults | None,
+    work: Work,
+    by_run: Any,
+    now: Any,
+    by_client: Any,
+    options: tuple[Any, ...] = (),
+) -> Any:
+    """`function(engine, work, by_run, now, by_client)` of one run's cohort, for all runs and on all devices."""
+
+    def block(common: Any, by_client: Any) -> Any:
+        work, by_run, now = common
+
+        def run(work: Work, by_run: Any, by_client: Any) -> Any:
+            return function(engine, work, by_run, now, by_client, *options)
+
+        return engine.each_run(run)(work, by_run, by_client)
+
+    return engine.spread(block, (work, by_run, now), by_client)
+
+
+def _cohort(engine: LocalEngine, work: Work, round_: jax.Array, clients: jax.Array) -> tuple[Cohort, jax.Array]:
+    """The clients of a round in training, and who of them answers [C]."""
+    answered, share = _misfortune(work.faults, _client_keys(work.seed, _FAULTS, round_, clients))
+    keys = _client_keys(work.seed, _TRAIN, round_, clients)
+    return Cohort(work.problem, clients, keys, engine.each, share), answered
+
+
+def _behave(engine: LocalEngine, work: Work, shared: Params, round_: jax.Array, by_client: Any) -> Params:
+    clients, own, gathered = by_client
+    return work.algorithm.behaviour(_cohort(engine, work, round_, clients)[0], shared, own, gathered)
+
+
+def _digest(engine: LocalEngine, work: Work, by_run: Any, now: Any, data: Data) -> Data:
+    return engine.each(work.problem.digest)(data)
+
+
+def _learn(
+    engine: LocalEngine, work: Work, shared: Params, round_: jax.Array, by_client: Any
 ) -> tuple[Trained, Reports, jax.Array]:
-    """What the clients make of the shared model, what the server may know of them, and who answers [C]."""
+    """What the clients make of what they gathered, what the server may know of them, and who answers [C]."""
+    clients, own, gathered = by_client
+    cohort, answered = _cohort(engine, work, round_, clients)
+    return _reported(cohort, work.algorithm.learn(cohort, shared, own, gathered), answered)
 
-    def cohort(common: Any, by_client: Any) -> tuple[Trained, Reports, jax.Array]:
-        problem, algorithm, shared, seed, round_, faults = common
-        clients, own = by_client
-        answered, share = _misfortune(faults, _client_keys(seed, _FAULTS, round_, clients))
-        keys = _client_keys(seed, _TRAIN, round_, clients)
-        trained = algorithm.round(Cohort(problem, clients, keys, engine.each, share), shared, own)
-        alive = answered & finite((trained.update, trained.own), trained.loss)
-        return trained, Reports(problem.samples(clients), trained.loss, alive), answered
 
-    common = (problem, algorithm, shared, seed, round_, faults)
-    result: tuple[Trained, Reports, jax.Array] = engine.spread(cohort, common, by_client)
-    return result
+def _train(
+    engine: LocalEngine, work: Work, shared: Params, round_: jax.Array, by_client: Any
+) -> tuple[Trained, Reports, jax.Array]:
+    """A whole round in one program, gathering included."""
+    clients, own = by_client
+    cohort, answered = _cohort(engine, work, round_, clients)
+    return _reported(cohort, work.algorithm.round(cohort, shared, own), answered)
+
+
+def _reported(cohort: Cohort, trained: Trained, answered: jax.Array) -> tuple[Trained, Reports, jax.Array]:
+    alive = answered & finite((trained.update, trained.own), trained.loss)
+    return trained, Reports(cohort.problem.samples(cohort.clients), trained.loss, alive), answered
 
 
 def _misfortune(faults: Faults | None, keys: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -206,51 +334,66 @@ def _misfortune(faults: Faults | None, keys: jax.Array) -> tuple[jax.Array, jax.
     return luck[:, 0] >= faults.dropout, jnp.where(late, luck[:, 2], 1.0)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames=("engine",))
 def _serve(
-    rule: ServerRule, state: ServerState, trained: Trained, reports: Reports, answered: jax.Array
+    engine: LocalEngine,
+    rule: ServerRule,
+    state: ServerState,
+    trained: Trained,
+    reports: Reports,
+    answered: jax.Array,
+    seed: jax.Array | int,
+    round_: jax.Array | int,
 ) -> tuple[ServerState, RoundReport]:
-    state, outcome = rule.step(state, trained.update, reports)
-    loss = jnp.sum(jnp.where(reports.alive, trained.loss, 0.0)) / jnp.sum(reports.alive)
-    return state, RoundReport(loss, outcome.update_norm, answered, reports.alive, outcome.weights)
+    def serve(
+        rule: ServerRule, state: ServerState, trained: Trained, reports: Reports, answered: jax.Array, seed: jax.Array
+    ) -> tuple[ServerState, RoundReport]:
+        state, outcome = rule.step(state, trained.update, reports, _key(seed, _PRIVACY, round_))
+        loss = jnp.sum(jnp.where(reports.alive, trained.loss, 0.0)) / jnp.sum(reports.alive)
+        return state, RoundReport(loss, outcome.update_norm, answered, reports.alive, outcome.weights)
+
+    run: Callable[..., tuple[ServerState, RoundReport]] = serve if engine.runs is None else engine.each(serve)
+    return run(rule, state, trained, reports, answered, seed)
 
 
-@partial(jax.jit, static_argnames=("engine", "steps", "scored"))
-def _adapt_cohort(
-    engine: LocalEngine, by_client: tuple[jax.Array, Params], task: Adaptation, steps: int, scored: bool
+def _adapt_all(
+    engine: LocalEngine, work: Work, by_run: Any, round_: jax.Array, by_client: Any, steps: int, scored: bool
 ) -> Any:
     """Adapt every client's model `steps` times; returns the models, or their scores along the way if `scored`."""
+    clients, _ = by_client
+    cohort = Cohort(work.problem, clients, _client_keys(work.seed, _EVALUATE, round_, clients), engine.each)
 
-    def adapt(task: Adaptation, by_client: Any) -> Any:
-        clients, own = by_client
-        keys = _client_keys(task.seed, _EVALUATE, task.round, clients)
-        cohort = Cohort(task.problem, clients, keys, engine.each)
+    def score(models: Params, step: int) -> dict[str, jax.Array]:
+        return _score(engine, work, (), (), (models, cohort.collect(models, "score", step)))
 
-        def score(models: Params, step: int) -> dict[str, jax.Array]:
-            data = cohort.collect(models, "score", step)
-            scores: dict[str, jax.Array] = engine.each(task.problem.evaluate)(models, data)
-            return scores
-
-        models = _personal(cohort, task.algorithm, task.shared, own)
-        found = [score(models, 0)] if scored else []
-        for step in range(steps):
-            models = _adapted(cohort, task, models, step)
-            found += [score(models, step + 1)] if scored else []
-        return jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *found) if scored else models
-
-    return engine.spread(adapt, task, by_client)
+    models = _personal(engine, work, by_run, (), by_client)
+    found = [score(models, 0)] if scored else []
+    for step in range(steps):
+        data = cohort.collect(models, "adapt", step)
+        models = _adapt_once(engine, work, by_run, (round_, step), (clients, models, data))
+        found += [score(models, step + 1)] if scored else []
+    return jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *found) if scored else models
 
 
-def _personal(cohort: Cohort, algorithm: Algorithm, shared: Params, own: Params) -> Params:
-    return cohort.each(lambda _, own: algorithm.personal(shared, own))(cohort.clients, own)
+def _personal(engine: LocalEngine, work: Work, by_run: Any, now: Any, by_client: Any) -> Params:
+    (shared, _), (clients, own) = by_run, by_client
+    return engine.each(lambda _, own: work.algorithm.personal(shared, own))(clients, own)
 
 
-def _adapted(cohort: Cohort, task: Adaptation, models: Params, step: int) -> Params:
-    def adapt(model: Params, data: Any, key: jax.Array) -> Params:
-        batch = task.problem.draw(data, stream(key), step)
-        return task.algorithm.adapt(task.problem, task.shared, model, batch, task.rate)
+def _score(engine: LocalEngine, work: Work, by_run: Any, now: Any, by_client: Any) -> dict[str, jax.Array]:
+    scores: dict[str, jax.Array] = engine.each(work.problem.evaluate)(*by_client)
+    return scores
 
-    return cohort.each(adapt)(models, cohort.collect(models, "adapt", step), cohort.keys)
+
+def _adapt_once(engine: LocalEngine, work: Work, by_run: Any, now: Any, by_client: Any) -> Params:
+    (shared, rate), (round_, step), (clients, models, data) = by_run, now, by_client
+    size = rate.first * jnp.where(step == 0, 1.0, rate.later)
+
+    def adapt(model: Params, data: Data, key: jax.Array) -> Params:
+        batch = work.problem.draw(data, stream(key), step)
+        return work.algorithm.adapt(work.problem, shared, model, batch, size)
+
+    return engine.each(adapt)(models, data, _client_keys(work.seed, _EVALUATE, round_, clients))
 
 
 @jax.jit

@@ -39,7 +39,7 @@ class Problem(Protocol):
         """How much training data each of `clients` [C] holds, [C]."""
         ...
 
-    def collect(self, params: Params, clients: jax.Array, keys: jax.Array, purpose: Purpose) -> Data:
+    def collect(self, params: Params, clients: Any, keys: Any, purpose: Purpose) -> Data:
         """Data that each of `clients` [C] gathers with its own `params` [C, ...] and `keys` [C].
 
         It is for training, for the inner step of meta-training ("support"), for adapting, or for scoring. Training and

@@ -1,15 +1,19 @@
-"""How updates become the next shared model: weights x optimiser."""
+"""How updates become the next shared model: weights x optimiser x privacy."""
 
+from .accounting import noise_for, spent
 from .admission import admit, finite, refusal
 from .optimizers import OPTIMIZERS, Optimizer
+from .privacy import PRIVACY, Privacy
 from .server import FedAdam, Server, ServerRule, ServerState
 from .weighting import WEIGHTINGS, Reports, Weighting
 
 __all__ = [
     "OPTIMIZERS",
+    "PRIVACY",
     "WEIGHTINGS",
     "FedAdam",
     "Optimizer",
+    "Privacy",
     "Reports",
     "Server",
     "ServerRule",
@@ -17,5 +21,7 @@ __all__ = [
     "Weighting",
     "admit",
     "finite",
+    "noise_for",
     "refusal",
+    "spent",
 ]

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import optax
 import tyro
 
+from ..errors import AtollError
 from ..problems.base import Params
 from ..settings import parse_spec, spec
 from .optimizers import OPTIMIZERS, Optimizer
+from .privacy import PRIVACY, Privacy
 from .weighting import WEIGHTINGS, Reports, Weighting
 
 
@@ -20,6 +22,7 @@ class ServerState(NamedTuple):
     params: Params
     optimizer: Any
     weighting: Any
+    privacy: Any = None
 
 
 class Outcome(NamedTuple):
@@ -31,22 +34,33 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Weights x optimiser, as written in a recipe."""
+    """Weights x optimiser x privacy, as written in a recipe."""
 
     weighting: Annotated[str | Weighting, tyro.conf.arg(constructor=str, metavar="SPEC")] = "uniform"
     """how much each client counts: uniform or samples"""
     optimizer: Annotated[str | Optimizer, tyro.conf.arg(constructor=str, metavar="SPEC")] = "sgd(rate=1.0)"
     """sgd(1.0), momentum, adam(0.001), yogi, adagrad or adam-as-printed"""
+    privacy: Annotated[str | Privacy | None, tyro.conf.arg(constructor=str, metavar="SPEC")] = None
+    """differential privacy: central(clip=1.0, noise=1.0) or local(clip=1.0, noise=1.0)"""
 
     def config(self) -> dict[str, Any]:
         """Fields as text."""
-        return {"weighting": spec(WEIGHTINGS, self.weighting), "optimizer": spec(OPTIMIZERS, self.optimizer)}
+        return {
+            "weighting": spec(WEIGHTINGS, self.weighting),
+            "optimizer": spec(OPTIMIZERS, self.optimizer),
+            "privacy": None if self.privacy is None else spec(PRIVACY, self.privacy),
+        }
 
     def build(self) -> "ServerRule":
         """Parse the specs."""
-        return ServerRule(
-            parse_spec("weighting", WEIGHTINGS, self.weighting), parse_spec("optimizer", OPTIMIZERS, self.optimizer)
+        rule = ServerRule(
+            parse_spec("weighting", WEIGHTINGS, self.weighting),
+            parse_spec("optimizer", OPTIMIZERS, self.optimizer),
+            None if self.privacy is None else parse_spec("privacy", PRIVACY, self.privacy),
         )
+        if rule.privacy is not None:
+            rule.privacy.check(rule.weighting)
+        return rule
 
 
 def FedAdam(rate: float = 0.001, weighting: str | Weighting = "uniform") -> Server:
@@ -61,18 +75,34 @@ class ServerRule:
 
     weighting: Weighting
     optimizer: Optimizer
+    privacy: Privacy | None = None
 
     def init(self, params: Params, cohort: int) -> ServerState:
-        """State before the first round."""
-        return ServerState(params, self.optimizer.transform().init(params), self.weighting.init(cohort))
+        """State before the first round of a federation that draws `cohort` clients for each."""
+        privacy = None if self.privacy is None else self.privacy.init(cohort)
+        return ServerState(params, self.optimizer.transform().init(params), self.weighting.init(cohort), privacy)
 
-    def step(self, state: ServerState, updates: Params, reports: Reports) -> tuple[ServerState, Outcome]:
-        """Next state from updates with a leading client axis; a round without survivors changes nothing."""
-        combined, weights, weighting = self.weighting.combine(state.weighting, updates, reports)
+    def step(
+        self, state: ServerState, updates: Params, reports: Reports, key: jax.Array | None = None
+    ) -> tuple[ServerState, Outcome]:
+        """Next state from updates with a leading client axis; a round without survivors changes nothing.
+
+        With privacy, `key` draws the noise, a new one for every round; and if the privacy is central, a round without
+        survivors adds its noise as any other.
+        """
+        survived = jnp.any(reports.alive)
+        if self.privacy is None:
+            combined, weights, weighting = self.weighting.combine(state.weighting, updates, reports)
+        else:
+            if key is None:
+                raise AtollError("privacy is on, but step has no key to draw noise with; give it a new one every round")
+            combined, weights, weighting = self.privacy.combine(
+                state.privacy, self.weighting, state.weighting, updates, reports, key
+            )
+            survived |= self.privacy.always_moves
         steps, optimizer = self.optimizer.transform().update(
             jax.tree.map(jnp.negative, combined), state.optimizer, state.params
         )
-        moved = ServerState(optax.apply_updates(state.params, steps), optimizer, weighting)
-        survived = jnp.any(reports.alive)
+        moved = ServerState(optax.apply_updates(state.params, steps), optimizer, weighting, state.privacy)
         new = jax.tree.map(lambda after, before: jnp.where(survived, after, before), moved, state)
         return new, Outcome(weights, optax.tree.norm(combined))

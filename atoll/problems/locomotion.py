@@ -1,0 +1,98 @@
+"""Locomotion: clients with the same body and different tasks, a direction or a speed to run at (FMRL, MAML)."""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+import tyro
+
+from ..errors import require, unknown
+from ..rl.objective import BASELINES, Baseline, Objective
+from ..rl.policies import POLICIES, Policy
+from ..settings import parse_spec, spec
+from .base import ProblemSettings
+from .reinforcement import ReinforcementProblem, Sampler
+
+TASKS = ("cheetah-dir", "cheetah-vel", "ant-dir", "ant-vel")
+_SAMPLERS = ("native", "warp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Locomotion(ProblemSettings):
+    """Cheetahs or ants in MuJoCo, each client with its own direction or speed to run at."""
+
+    task: str = "cheetah-dir"
+    """cheetah-dir, cheetah-vel, ant-dir or ant-vel"""
+    dynamics: Literal["gym", "rllab"] = "gym"
+    """gym: Gymnasium's model, 5 steps of physics an action; rllab: MAML's, 1 step an action"""
+    episodes: int = 20
+    """episodes in a batch of experience"""
+    batches: int = 1
+    """batches a client gathers at a time to train on; algorithms that gather once a round may take 2, FMRL's budget"""
+    horizon: int = 200
+    """steps of an episode"""
+    speeds: tuple[float, float] | None = None
+    """speeds to run at are drawn between these (default: 0 to 2 for the cheetah, 0 to 3 for the ant)"""
+    policy: Annotated[str | Policy, tyro.conf.arg(constructor=str, metavar="SPEC")] = "gaussian(widths=(100, 100))"
+    """gaussian(widths=(100, 100), activation=relu, std=1.0)"""
+    baseline: Annotated[str | Baseline, tyro.conf.arg(constructor=str, metavar="SPEC")] = "linear"
+    """what predicts returns: linear, network(widths=(32, 32)) or none; fitted by each client on its batch"""
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    sampler: Literal["native", "warp"] = "native"
+    """native: MuJoCo on all CPU cores; warp: MuJoCo Warp on the GPU"""
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise unknown("task", self.task, TASKS)
+        require(self.dynamics in ("gym", "rllab"), f"dynamics is '{self.dynamics}'; choose gym or rllab")
+        if self.sampler not in _SAMPLERS:
+            raise unknown("sampler", self.sampler, _SAMPLERS)
+        require(self.episodes >= 1, f"episodes is {self.episodes}; a batch needs at least 1")
+        require(self.batches >= 1, f"batches is {self.batches}; training needs at least 1")
+        require(self.horizon >= 2, f"horizon is {self.horizon}; an episode needs at least 2 steps")
+        if self.speeds is not None:
+            require(
+                self.task.endswith("vel"),
+                f"speeds is {self.speeds}, but {self.task} has directions; leave it out or choose a -vel task",
+            )
+            require(self.speeds[0] <= self.speeds[1], f"speeds is {self.speeds}; give the lower one first")
+
+    def config(self) -> dict[str, Any]:
+        """Fields as text and numbers."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        objective = dataclasses.asdict(self.objective)
+        specs = {"policy": spec(POLICIES, self.policy), "baseline": spec(BASELINES, self.baseline)}
+        return fields | {"objective": objective, "speeds": self.speeds and list(self.speeds)} | specs
+
+    def build(self, clients: int, new_clients: int, seed: int) -> ReinforcementProblem:
+        """Give every client a task; a pure function of the settings and `seed`."""
+        from ..rl.bodies import World  # loads MuJoCo, which other problems do without
+
+        world = World(self.task, self.dynamics)
+        tasks = world.draw_tasks(clients + new_clients, seed)
+        if self.speeds is not None:
+            low, high = self.speeds
+            tasks = low + tasks / world.fastest * (high - low)
+        return ReinforcementProblem(
+            tasks=jnp.asarray(tasks, jnp.float32),
+            objective=self.objective,
+            baseline=parse_spec("baseline", BASELINES, self.baseline),
+            policy=parse_spec("policy", POLICIES, self.policy),
+            sampler=self._sampler(),
+            inputs=world.observations,
+            outputs=world.actions,
+            episode_steps=self.episodes * self.horizon,
+            batches=self.batches,
+        )
+
+    def _sampler(self) -> Sampler:
+        from ..rl.bodies import World
+
+        world = World(self.task, self.dynamics)
+        if self.sampler == "native":
+            from ..rl.native import NativeSampler
+
+            return NativeSampler(world, self.episodes, self.horizon)
+        from ..rl.warp import WarpSampler
+
+        return WarpSampler(world, self.episodes, self.horizon)
