@@ -24,7 +24,7 @@ from .problems.data import DATASETS
 from .problems.models import MODELS
 from .problems.partition import PARTITIONS
 from .recipes import RECIPES, recipe
-from .runs import RunFiles
+from .runs import RunFiles, main_score
 from .server import OPTIMIZERS, WEIGHTINGS
 from .version import __version__
 
@@ -393,9 +393,9 @@ def figures(record: Record) -> str:
     """The scores that matter in an evaluation's record, in one line."""
     parts = []
     for group, scores in record["evaluation"].items():
-        score = "accuracy" if "accuracy" in scores else "loss"
+        score = main_score(scores)
         values = scores[score] if isinstance(scores[score], list) else [scores[score]]
-        shown = [f"{100 * v:.1f}%" if score == "accuracy" else f"{v:.4g}" for v in values]
+        shown = ["none" if v is None else f"{100 * v:.1f}%" if score == "accuracy" else f"{v:.4g}" for v in values]
         parts.append(f"{group} {score} {' → '.join([shown[0], *shown[-1:]] if len(shown) > 1 else shown)}")
     return ", ".join(parts)
 

@@ -25,7 +25,7 @@ from .store import ClientStore
 
 Record = dict[str, Any]
 Watcher = Callable[[Record], None]
-_EVALUATED_AT_ONCE = 128  # clients whose models are held at the same time
+EVALUATED_AT_ONCE = 128  # clients whose models are held at the same time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +143,12 @@ class Run:
         self.round = 0
         self.history: list[Record] = []
         self.interrupted = False
-        self._restored = False
-        self._rule = f.server.build()
+        self.restored = False
+        self.rule = f.server.build()
         faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
         problem = f.problem.build(f.clients, f.new_clients, f.seed)
         params = init_params(problem, f.seed)
-        self._state = jax.device_put(self._rule.init(params, self._cohort), self.engine.devices[0])
+        self.state = jax.device_put(self.rule.init(params, self._cohort), self.engine.devices[0])
         self.store = ClientStore(jax.eval_shape(f.algorithm.init, params))
         self.problem = self.engine.place(problem)
         training = self.engine.place(problem.pooled(f.clients)) if pooled else self.problem
@@ -164,21 +164,21 @@ class Run:
         run = Run(federation, engine or LocalEngine.of())
         run.files = RunFiles(path)
         try:
-            restored = run.files.restore(run._state, run.store)
+            restored = run.files.restore(run.state, run.store)
             run.files.write_config({"federation": federation.config()})
         except BaseException:
             run.close()
             raise
         if restored is not None:  # None: stopped before its first checkpoint, so it starts from the beginning
             run.round, state = restored
-            run._state = jax.device_put(state, run.engine.devices[0])
-            run._restored = True
+            run.state = jax.device_put(state, run.engine.devices[0])
+            run.restored = True
         return run
 
     @property
     def params(self) -> Params:
         """The shared model."""
-        return self._state.params
+        return self.state.params
 
     def advance(self, watch: Watcher | None = None, checkpoint_every: int = 1) -> None:
         """Train up to the federation's number of rounds.
@@ -187,32 +187,32 @@ class Run:
         round, with a checkpoint; `interrupted` is then True.
         """
         watch = watch or (lambda record: None)
-        with _ctrl_c() as stop:
-            if self.round == 0 and not self._restored:
-                self._note(self.evaluate(), watch)
-                self._checkpoint()
+        with ctrl_c() as stop:
+            if self.round == 0 and not self.restored:
+                watch(self.note(self.evaluate()))
+                self.checkpoint()
             while self.round < self.federation.rounds and not stop.is_set():
                 record = self.step()
-                self._note(record, watch)
+                watch(self.note(record))
                 last = self.round == self.federation.rounds
                 if last or self.round % self.federation.evaluation.every == 0:
-                    self._note(self.evaluate(), watch)
+                    watch(self.note(self.evaluate()))
                 if last or stop.is_set() or self.round % checkpoint_every == 0:
-                    self._checkpoint()
+                    self.checkpoint()
         self.interrupted = stop.is_set()
 
     def step(self) -> Record:
         """One round; returns its record."""
         round_ = self.round + 1
         clients, own = self.invite(round_)
-        state, own, report = self.engine.train(self.work, self._rule, self._state, clients, own, round_)
-        self._state = state
+        state, own, report = self.engine.train(self.work, self.rule, self.state, clients, own, round_)
+        self.state = state
         return self.finish(clients, own, report)
 
     def invite(self, round_: int) -> tuple[np.ndarray, Params]:
         """The clients [C] of a round and what they keep [C, ...]."""
         clients = np.asarray(draw_cohort(self.federation.seed, round_, self._clients, self._cohort))
-        return clients, self._own(clients)
+        return clients, self.own(clients)
 
     def finish(self, clients: np.ndarray, own: Params, report: RoundReport) -> Record:
         """Store what the clients of a round keep, and return the round's record."""
@@ -234,17 +234,28 @@ class Run:
 
     def evaluate(self) -> Record:
         """Mean scores of training clients and of new ones, before adapting and after each adaptation step."""
+        return self.scored({group: self.score(members) for group, members in self.groups().items()})
+
+    def groups(self) -> dict[str, np.ndarray]:
+        """The clients that evaluations score: those that train, and new ones."""
         f = self.federation
+        members = {"seen": np.arange(f.clients), "new": np.arange(f.clients, f.clients + f.new_clients)}
+        return {group: ids[:: -(-len(ids) // f.evaluation.clients)] for group, ids in members.items() if len(ids)}
+
+    def scored(self, scores: dict[str, dict[str, np.ndarray]]) -> Record:
+        """The record of scores [C, steps + 1] by group and name; clients whose scores are not finite are left out."""
         record: Record = {"round": self.round, "evaluation": {}}
         by_client: Record = {"round": self.round}
-        groups = {"seen": range(f.clients), "new": range(f.clients, f.clients + f.new_clients)}
-        for group, members in groups.items():
-            if len(members) == 0:
-                continue
-            chosen = np.asarray(members)[:: -(-len(members) // f.evaluation.clients)]
-            scores = self.score(chosen)
-            record["evaluation"][group] = {name: _numbers(np.mean(table, 0)) for name, table in scores.items()}
-            by_client[group] = {"clients": chosen.tolist()} | {n: _numbers(t) for n, t in scores.items()}
+        for group, members in self.groups().items():
+            tables = scores[group]
+            sound = np.all([np.isfinite(table).all(1) for table in tables.values()], axis=0)
+            if not sound.all():
+                lost = members[~sound].tolist()
+                record["failed"] = [*record.get("failed", []), *lost]
+                warnings.warn(f"round {self.round}: scores of clients {lost} are not finite, left out", stacklevel=2)
+            means = {name: _mean(table[sound]) for name, table in tables.items()}
+            record["evaluation"][group] = {name: _numbers(mean) for name, mean in means.items()}
+            by_client[group] = {"clients": members.tolist()} | {n: _numbers(t) for n, t in tables.items()}
         if hasattr(self.problem, "whole_test"):
             shared = score_shared(self.problem, self.engine.place(self.params))
             record["evaluation"]["shared"] = {name: _number(value) for name, value in shared.items()}
@@ -254,11 +265,11 @@ class Run:
 
     def score(self, clients: np.ndarray, steps: int | None = None, rate: float | None = None) -> dict[str, np.ndarray]:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
-        blocks = [clients[i : i + _EVALUATED_AT_ONCE] for i in range(0, len(clients), _EVALUATED_AT_ONCE)]
+        blocks = [clients[i : i + EVALUATED_AT_ONCE] for i in range(0, len(clients), EVALUATED_AT_ONCE)]
         steps = self.federation.evaluation.steps if steps is None else steps
-        scoring = (self.round, steps, self._rate(rate))
+        scoring = (self.round, steps, self.rate(rate))
         work = self.work._replace(problem=self.problem)
-        parts = [self.engine.evaluate(work, self.params, block, self._own(block), *scoring) for block in blocks]
+        parts = [self.engine.evaluate(work, self.params, block, self.own(block), *scoring) for block in blocks]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def personalize(self, client: int, steps: int | None = None, rate: float | None = None) -> Params:
@@ -271,7 +282,7 @@ class Run:
         steps = f.evaluation.steps if steps is None else steps
         one = np.array([client])
         work = self.work._replace(problem=self.problem)
-        models = self.engine.personalize(work, self.params, one, self._own(one), self.round, steps, self._rate(rate))
+        models = self.engine.personalize(work, self.params, one, self.own(one), self.round, steps, self.rate(rate))
         return jax.tree.map(lambda leaf: leaf[0], models)
 
     def close(self) -> None:
@@ -279,25 +290,33 @@ class Run:
         if self.files:
             self.files.close()
 
-    def _rate(self, rate: float | None) -> Rate:
+    def rate(self, rate: float | None = None) -> Rate:
+        """Sizes of adaptation steps: as given, as the evaluation says, or the algorithm's own."""
         evaluation = self.federation.evaluation
         rates = (rate, evaluation.rate, self.federation.algorithm.adaptation_rate)
         return Rate(next(value for value in rates if value is not None), evaluation.later)
 
-    def _own(self, clients: np.ndarray) -> Params:
+    def own(self, clients: np.ndarray) -> Params:
         """What `clients` [C] keep, [C, ...]; None if this algorithm's clients keep nothing."""
         newcomer = self.federation.algorithm.init(self.params)
         return newcomer if self.store.empty_handed else self.store.read(clients.tolist(), newcomer)
 
-    def _note(self, record: Record, watch: Watcher) -> None:
+    def note(self, record: Record) -> Record:
+        """Add a record to the history and to the files."""
         self.history.append(record)
         if self.files:
             self.files.log(record)
-        watch(record)
+        return record
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self) -> None:
+        """Save the state, if the run has files."""
         if self.files:
-            self.files.save(self.round, self._state, self.store)
+            self.files.save(self.round, self.state, self.store)
+
+
+def _mean(table: np.ndarray) -> np.ndarray:
+    """Mean over clients; NaN if there are none."""
+    return table.mean(0) if len(table) else np.full(table.shape[1], np.nan)
 
 
 def _number(value: Any) -> float | None:
@@ -312,7 +331,7 @@ def _numbers(array: np.ndarray) -> list[Any]:
 
 
 @contextmanager
-def _ctrl_c() -> Iterator[threading.Event]:
+def ctrl_c() -> Iterator[threading.Event]:
     """An event that Ctrl-C (or a polite kill) sets; the second Ctrl-C interrupts as usual."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -5,7 +5,9 @@ import dataclasses
 from .algorithms import ALGORITHMS, Algorithm, Centralised, Ditto, FedAvg, FedProx, FedRep, LocalOnly, Meta, PFedMe
 from .errors import unknown
 from .federation import Evaluation, Federation
-from .problems import Classification
+from .problems import Classification, Locomotion
+from .rl.objective import Objective
+from .server import FedAdam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +22,14 @@ class Recipe:
         """The federation with the algorithm `name`, as the recipe sets it or with its defaults."""
         if name not in ALGORITHMS:
             raise unknown("algorithm", name, ALGORITHMS)
-        if ALGORITHMS[name] is type(self.federation.algorithm):
-            return self.federation
-        return dataclasses.replace(self.federation, algorithm=self.rivals.get(name) or ALGORITHMS[name]())
+        f = self.federation
+        if ALGORITHMS[name] is type(f.algorithm):
+            return f
+        rival = self.rivals.get(name) or ALGORITHMS[name]()
+        problem = f.problem
+        if isinstance(problem, Locomotion):  # who gathers less often gathers more at a time: the same budget for all
+            problem = dataclasses.replace(problem, batches=len(f.algorithm.gatherings) // len(rival.gatherings))
+        return dataclasses.replace(f, problem=problem, algorithm=rival)
 
 
 def _rivals(rate: float, steps: int, cohort: int) -> dict[str, Algorithm]:
@@ -39,7 +46,35 @@ def _rivals(rate: float, steps: int, cohort: int) -> dict[str, Algorithm]:
     }
 
 
+def _fmrl(task: str, words: str, eta: float, lam: float) -> Recipe:
+    """FMRL's setting for one of its four kinds of task; what the paper leaves open is as in MAML and ProMP."""
+    return Recipe(
+        f"FMRL (Liu et al. 2024): {words}, one policy-gradient step personalises",
+        Federation(
+            Locomotion(task, horizon=100 if task.startswith("ant") else 200, objective=Objective(lam=lam)),
+            Meta(alpha=0.1, beta=0.001, order="first", steps=5),
+            FedAdam(eta),
+            clients=200,
+            cohort=40,
+            rounds=500,
+            evaluation=Evaluation(every=25, steps=3, rate=0.1, later=0.5, clients=40),
+        ),
+        {
+            "fedavg": FedAvg(0.001, 5),
+            "fedprox": FedProx(0.001, 5),
+            "pfedme": PFedMe(rate=0.001, inner_rate=0.001, lam=15.0, steps=5, inner_steps=5),
+            "ditto": Ditto(0.001, 0.01, steps=5, personal_steps=5),
+            "fedrep": FedRep(0.001, head_steps=5, steps=5),
+            "local-only": LocalOnly(0.01, 5),
+        },
+    )
+
+
 RECIPES: dict[str, Recipe] = {
+    "fmrl/cheetah-dir": _fmrl("cheetah-dir", "cheetahs that run forwards or backwards", 0.0005, 0.95),
+    "fmrl/cheetah-vel": _fmrl("cheetah-vel", "cheetahs with speeds of their own", 0.001, 1.0),
+    "fmrl/ant-dir": _fmrl("ant-dir", "ants that walk forwards or backwards", 0.001, 0.95),
+    "fmrl/ant-vel": _fmrl("ant-vel", "ants with speeds of their own", 0.001, 1.0),
     "per-fedavg": Recipe(
         "Per-FedAvg (Fallah et al. 2020): MNIST, 50 clients with different digits, one step personalises",
         Federation(

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +31,12 @@ from .store import ClientStore
 from .version import __version__
 
 _LOGS = ("metrics.jsonl", "clients.jsonl")
+
+
+def main_score(scores: Iterable[str]) -> str:
+    """Of the names of scores the one that matters: accuracy or return where there is one, else loss."""
+    names = set(scores)
+    return next(name for name in ("accuracy", "return", "loss") if name in names)
 
 
 class RunFiles:

@@ -43,12 +43,12 @@ def test_resuming_gives_the_very_numbers_of_a_run_never_stopped(tmp_path: Path) 
     whole = _federation().run(directory=tmp_path / "whole")
     # A run of 5 rounds scores its last model; one that is merely stopped after 5 does not: stop it by hand.
     run = _federation().start(tmp_path / "stopped")
-    run._note(run.evaluate(), lambda record: None)
+    run.note(run.evaluate())
     run._checkpoint()
     for _ in range(5):
-        run._note(run.step(), lambda record: None)
+        run.note(run.step())
         if run.round == 4:
-            run._note(run.evaluate(), lambda record: None)
+            run.note(run.evaluate())
         run._checkpoint()
     run.close()
     resumed = atoll.Run.resume(tmp_path / "stopped")
@@ -121,7 +121,7 @@ def test_only_the_last_checkpoints_are_kept_and_rows_files_stay_few(tmp_path: Pa
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_stopped_before_the_end_of_round_one_nothing_is_logged_twice(tmp_path: Path, checkpointed: bool) -> None:
     run = _federation().start(tmp_path / "run")
-    run._note(run.evaluate(), lambda record: None)
+    run.note(run.evaluate())
     if checkpointed:
         run._checkpoint()
     run.close()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import AtollError
-from ..problems.base import Data, Params
+from ..problems.base import Batch, Data, Params, Problem
 from ..settings import settings
 from ..shuffle import streams
 from .base import Algorithm, Cohort, Trained, check_positive, check_work, descend, local_steps, minus
@@ -44,6 +44,11 @@ class FedRep(Algorithm):
     def personal(self, shared: Params, own: Params) -> Params:
         """The shared body under the client's head."""
         return {"body": shared["body"], "head": own}
+
+    def adapt(self, problem: Problem, shared: Params, params: Params, batch: Batch, rate: jax.Array | float) -> Params:
+        """One step on the head, as the paper personalises."""
+        gradient = jax.grad(lambda head: problem.loss({**params, "head": head}, batch))(params["head"])
+        return {**params, "head": descend(params["head"], gradient, rate)}
 
     def behaviour(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Params:
         """The shared body under every client's head."""

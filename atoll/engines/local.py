@@ -24,7 +24,9 @@ from ..problems.base import Data, Params, Problem, Purpose
 from ..server import Reports, ServerRule, ServerState, finite
 from ..shuffle import shuffled, stream
 
-_TRAIN, _EVALUATE, _COHORT, _INIT, _FAULTS, _PRIVACY = range(6)  # one family of keys per use, so that none is used twice
+_TRAIN, _EVALUATE, _COHORT, _INIT, _FAULTS, _PRIVACY = range(
+    6
+)  # one family of keys per use, so that none is used twice
 
 
 class Faults(NamedTuple):

@@ -14,7 +14,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from ..errors import AtollError, require
 from .partition_plot import GRID, INK, MUTED
-from .report import _COLOURS
+from .report import COLOURS
 
 PAPER = "#ffffff"
 NARROWEST, WIDEST, FOLLOWED = 4.0, 12.0, 6.0  # metres across: of a still camera, at least and at most; of a moving one
@@ -56,7 +56,7 @@ def animate(
     motions = [_motion(model, shapes, title, np.asarray(qpos)[::every]) for title, qpos in panels]
     view = _view(motions, shapes, width)
     strips = [
-        _Strip(motion, shapes, view, _COLOURS[number % len(_COLOURS)], every * seconds_per_frame)
+        _Strip(motion, shapes, view, COLOURS[number % len(COLOURS)], every * seconds_per_frame)
         for number, motion in enumerate(motions)
     ]
     frames = max(len(motion.torso) for motion in motions)

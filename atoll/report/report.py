@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..errors import AtollError
-from ..runs import RunFiles
+from ..runs import RunFiles, main_score
 
-_COLOURS = ("#0b6e8f", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d5524", "#2e4057", "#c06c84")
+COLOURS = ("#0b6e8f", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d5524", "#2e4057", "#c06c84")
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class Logged:
 
     @property
     def score(self) -> str:
-        """The figure that matters: accuracy where there is one, else loss."""
-        return "accuracy" if "accuracy" in self.evaluations[0]["evaluation"]["seen"] else "loss"
+        """The figure that matters."""
+        return main_score(self.evaluations[0]["evaluation"]["seen"])
 
 
 def read_run(path: Path) -> Logged:
     """Read the files of the run at `path`."""
     config = RunFiles.read_config(path)
-    metrics = _lines(path / "metrics.jsonl")
+    metrics = read_lines(path / "metrics.jsonl")
     evaluations = [record for record in metrics if "evaluation" in record]
-    clients = _lines(path / "clients.jsonl")
+    clients = read_lines(path / "clients.jsonl")
     if not evaluations or not clients:
         raise AtollError(f"{path} has no evaluation yet; let it run, or continue it: atoll resume {path}")
     rounds = [record for record in metrics if "evaluation" not in record]
     return Logged(path.name, config, rounds, evaluations, clients[-1])
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Records of a JSON-lines file; a last line cut off by a kill is ignored."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -83,7 +83,7 @@ def figure(runs: Sequence[Logged]) -> Figure:
 
 
 def _cycle(count: int) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 def table(runs: Sequence[Logged]) -> str:
@@ -104,7 +104,7 @@ def table(runs: Sequence[Logged]) -> str:
             if values is None:
                 raise AtollError(f"{run.name} has no {score}; report runs of different problems apart")
             own = np.sort(np.array(run.clients[group][score], float)[:, -1])
-            worst = np.mean((own if score == "accuracy" else own[::-1])[: max(1, len(own) // 10)])
+            worst = np.mean((own if score != "loss" else own[::-1])[: max(1, len(own) // 10)])
             shown = [_format(score, value) for value in values]
             cells = [*shown, *[""] * (steps - len(shown)), _format(score, worst)]
             kind = run.config["federation"]["algorithm"]["kind"]

@@ -142,7 +142,7 @@ class Objective:
     def __post_init__(self) -> None:
         require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
         require(0 <= self.lam <= 1, f"lam is {self.lam}; GAE's lambda lies in 0..1")
-        require(0 < self.clip, f"clip is {self.clip}; it must be positive (inf: never clip)")
+        require(self.clip > 0, f"clip is {self.clip}; it must be positive (inf: never clip)")
 
     def batch(self, rollout: Rollout, baseline: Baseline, inner: jax.Array) -> Batch:
         """One client's experience as a batch; `inner` is 1 for an inner step, else 0."""

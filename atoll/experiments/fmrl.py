@@ -1,0 +1,457 @@
+"""FMRL's table and figures: personalised policies for clients with different tasks (Liu et al. 2024).
+
+Each item is a set of federations, all run with several seeds. Federations that differ in nothing but numbers train as
+one batch on a GPU. A run that was interrupted goes on from its last checkpoint.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from ..algorithms import Meta
+from ..algorithms.meta import ORDERS
+from ..errors import require, unknown
+from ..federation import Evaluation, Federation, Run
+from ..fleet import Fleet
+from ..problems import Locomotion
+from ..recipes import recipe
+from ..report.report import COLOURS, read_lines
+from ..server import FedAdam, Server
+from .cells import Cell, Track, interval, read_cells, verdict
+
+ENVIRONMENTS = ("cheetah-dir", "cheetah-vel", "ant-dir", "ant-vel")
+METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}
+
+# The paper's Table 1: mean return on all clients after 0, 1, 2, 3 steps.
+PAPER: dict[str, dict[str, tuple[float, ...]]] = {
+    "cheetah-dir": {
+        "FMRL": (-14.59, 457.02, 480.96, 484.26), "pFedMe": (-6.33, -5.07, -2.15, -0.85),
+        "FedAvg": (-2.49, 0.10, 2.76, 5.68), "FedRep": (5.53, 24.06, 38.60, 51.67),
+        "Ditto": (161.13, 163.94, 166.72, 169.52),
+    },
+    "cheetah-vel": {
+        "FMRL": (-112.86, -94.35, -82.43, -74.53), "pFedMe": (-113.47, -107.12, -101.10, -95.91),
+        "FedAvg": (-113.46, -109.73, -106.15, -102.59), "FedRep": (-117.62, -112.74, -107.96, -103.76),
+        "Ditto": (-195.29, -195.26, -195.14, -195.05),
+    },
+    "ant-dir": {
+        "FMRL": (2.08, 123.17, 127.50, 126.82), "pFedMe": (4.84, 5.30, 5.64, 6.32),
+        "FedAvg": (4.65, 5.05, 5.26, 5.57), "FedRep": (5.53, 7.54, 8.41, 8.91), "Ditto": (43.42, 43.93, 44.43, 44.79),
+    },
+    "ant-vel": {
+        "FMRL": (19.48, 44.30, 44.85, 45.18), "pFedMe": (20.56, 24.64, 27.20, 28.59),
+        "FedAvg": (19.42, 23.91, 27.14, 29.63), "FedRep": (12.34, 14.51, 16.63, 18.29),
+        "Ditto": (-28.86, -28.72, -28.30, -28.08),
+    },
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Settings of every item."""
+
+    scale: Literal["quick", "paper"] = "quick"
+    """paper: 200 clients, 500 rounds, 5 seeds; quick: 20 clients, 60 rounds, 2 seeds and shorter episodes"""
+    environments: tuple[str, ...] = ("cheetah-dir",)
+    """which of cheetah-dir, cheetah-vel, ant-dir, ant-vel"""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """of a comparison of methods: which"""
+    seeds: int | None = None
+    """number of seeds (default: the scale's)"""
+    rounds: int | None = None
+    """rounds of training (default: the scale's)"""
+    dynamics: Literal["gym", "rllab"] | None = None
+    """gym or rllab (default: gym at paper scale, rllab, five times faster, at quick scale)"""
+    together: int | None = None
+    """runs trained as one batch (default: 25 on a GPU, 1 on a CPU, where they would not be faster)"""
+    out: Path = Path("runs/reproduce")
+    """folder of the results"""
+
+    def __post_init__(self) -> None:
+        for environment in self.environments:
+            if environment not in ENVIRONMENTS:
+                raise unknown("environment", environment, ENVIRONMENTS)
+        for method in self.methods:
+            if method not in METHODS:
+                raise unknown("method", method, METHODS)
+        for name in ("seeds", "rounds", "together"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+
+    @property
+    def kind(self) -> str:
+        """The item's name in files."""
+        return type(self).__name__.lower()
+
+    @property
+    def folder(self) -> Path:
+        """Where this item's results are; items that compare the methods share theirs."""
+        return self.out / f"fmrl-{self.kind}-{self.scale}"
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """The federations to compare, by what tells them apart."""
+        raise NotImplementedError
+
+    def federation(self, environment: str, method: str = "FMRL", **changes: Any) -> Federation:
+        """A method in the paper's setting, or in a small one that shows the same in minutes on a CPU."""
+        f = recipe(f"fmrl/{environment}").with_algorithm(METHODS[method])
+        assert isinstance(f.problem, Locomotion)
+        sampler: Literal["native", "warp"] = "native" if jax.default_backend() == "cpu" else "warp"
+        problem = dataclasses.replace(f.problem, sampler=sampler)
+        if self.scale == "quick":
+            problem = dataclasses.replace(problem, dynamics="rllab", episodes=10, horizon=100)
+            changes = {
+                "server": FedAdam(0.003), "clients": 20, "cohort": 10, "rounds": 60, "new_clients": 10,
+                "evaluation": Evaluation(every=10, steps=3, rate=0.1, later=0.5),
+            } | changes  # fmt: skip
+        else:
+            changes = {"new_clients": 40} | changes
+        problem = dataclasses.replace(problem, dynamics=self.dynamics or problem.dynamics)
+        f = dataclasses.replace(f, problem=problem, **changes)
+        return f if self.rounds is None else dataclasses.replace(f, rounds=self.rounds)
+
+    def reproduce(self, track: Track) -> bool:
+        """Run what is missing; False if interrupted."""
+        cells = self.folder / "cells"
+        cells.mkdir(parents=True, exist_ok=True)
+        jobs = {
+            (environment, label, seed): dataclasses.replace(federation, seed=seed)
+            for environment in self.environments
+            for label, federation in self.variants(environment).items()
+            for seed in range(self.seeds or (5 if self.scale == "paper" else 2))
+        }
+        missing = {job: f for job, f in jobs.items() if not self._cell(job).exists()}
+        total = sum(f.rounds for f in jobs.values())
+        done = total - sum(f.rounds for f in missing.values())
+        size = self.together or (1 if jax.default_backend() == "cpu" else 25)
+        for batch in _batches(missing, size):
+            runs = [self._start(job, missing[job]) for job in batch]
+            start, before = time.monotonic(), done
+
+            def watch(records: list[Any], batch: Any = batch, before: int = before) -> None:
+                if "evaluation" in records[0]:
+                    shown = ", ".join(" ".join(map(str, job[:2])) for job in batch[:1])
+                    returns = np.mean([r["evaluation"]["seen"]["return"] for r in records], 0)
+                    more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
+                    text = f"{shown}{more}: return {' → '.join(f'{v:.0f}' for v in returns)}"
+                    track(before + len(batch) * records[0]["round"], total, text)
+
+            fleet = Fleet(runs)
+            try:
+                fleet.advance(watch, checkpoint_every=25)
+                if fleet.interrupted:
+                    return False
+                seconds = time.monotonic() - start
+                for job, cell in zip(batch, _cells(fleet), strict=True):
+                    environment, label, seed = job
+                    about = {"environment": environment, "label": label, "seed": seed}
+                    _write(self._cell(job), about | cell | {"seconds": round(seconds / len(batch), 1)})
+            finally:
+                for run in runs:
+                    run.close()
+            done += sum(missing[job].rounds for job in batch)
+        return True
+
+    def _cell(self, job: tuple[str, str, int]) -> Path:
+        return self.folder / "cells" / f"{_name(job)}.json"
+
+    def _start(self, job: tuple[str, str, int], federation: Federation) -> Run:
+        path = self.folder / "runs" / _name(job)
+        return Run.resume(path) if (path / "config.json").exists() else federation.start(path)
+
+    def cells(self) -> list[Cell]:
+        """All results of this item, in the order of its variants."""
+        wanted = [(e, label) for e in self.environments for label in self.variants(e)]
+        found = [c for c in read_cells(self.folder / "cells") if (c["environment"], c["label"]) in wanted]
+        return sorted(found, key=lambda c: (wanted.index((c["environment"], c["label"])), c["seed"]))
+
+    def table(self) -> str:
+        """The results in Markdown; also written beside them, as JSON, Markdown and pictures."""
+        cells = self.cells()
+        text = "\n\n".join(self.text(environment, _of(cells, environment)) for environment in self.environments)
+        (self.folder / f"{self.kind}.md").write_text(text + "\n")
+        rows = ",\n".join(json.dumps(cell) for cell in cells)
+        (self.folder / f"{self.kind}.json").write_text(f"[\n{rows}\n]\n")
+        self.picture(cells).savefig(self.folder / f"{self.kind}.png", dpi=130)
+        return f"{text}\n\n{self.folder}/{self.kind}.md, {self.kind}.json, {self.kind}.png"
+
+    def text(self, environment: str, cells: list[Cell]) -> str:
+        """Returns after each step, by variant."""
+        steps = len(cells[0]["final"]["seen"])
+        lines = [_title(environment, cells), "", _header(["", *(f"{k} steps" for k in range(steps))])]
+        for label, group in _grouped(cells).items():
+            lines.append(_row([label, *_shown([cell["final"]["seen"] for cell in group])]))
+        return "\n".join(lines)
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """Training curves: the shared policy (dashed) and its clients' own after one step."""
+        return curves(cells, self.environments)
+
+
+class Table1(Item):
+    """FMRL, pFedMe, FedAvg, FedRep, Ditto: mean return on all clients after 0..3 steps, beside the paper's."""
+
+    @property
+    def kind(self) -> str:
+        """Figures 1 and 6 are other views of the same runs."""
+        return "methods"
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """The five methods."""
+        return {method: self.federation(environment, method) for method in self.methods}
+
+    def text(self, environment: str, cells: list[Cell]) -> str:
+        """Our returns and the paper's, and whether its order of methods holds."""
+        theirs = [f"*{method}*" for method in self.methods]
+        lines = [_title(environment, cells), "", _header(["steps", *self.methods, *theirs])]
+        groups = _grouped(cells)
+        for step in range(4):
+            ours = [_shown([c["final"]["seen"] for c in groups.get(m, [])])[step] for m in self.methods]
+            theirs = [f"*{PAPER[environment][m][step]}*" for m in self.methods]
+            lines.append(_row([str(step), *ours, *theirs]))
+        lines += ["", "Columns in italics: the paper's."]
+        if "FMRL" in groups:
+            best = {m: [c["final"]["seen"][1] for c in group] for m, group in groups.items()}
+            for method in groups:
+                if method != "FMRL" and len(best[method]) == len(best["FMRL"]):
+                    lines.append(f"- FMRL beats {method} after one step: {verdict(best['FMRL'], best[method])}")
+        return "\n".join(lines)
+
+
+class Fig1(Table1):
+    """Training curves of all methods, shared policy and one-step policies (the runs of table 1)."""
+
+
+class Fig6(Table1):
+    """Clients never seen in training: return after 0, 1, 2, ... adaptation steps (the runs of table 1)."""
+
+    def text(self, environment: str, cells: list[Cell]) -> str:
+        """Returns of new clients."""
+        steps = len(cells[0]["final"]["new"])
+        lines = [_title(environment, cells), "", _header(["new clients", *(f"{k} steps" for k in range(steps))])]
+        for label, group in _grouped(cells).items():
+            lines.append(_row([label, *_shown([cell["final"]["new"] for cell in group])]))
+        return "\n".join(lines)
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """Return by number of adaptation steps."""
+        canvas = Figure(figsize=(5.5 * len(self.environments), 4), layout="constrained")
+        for panel, environment in enumerate(self.environments):
+            axes = canvas.add_subplot(1, len(self.environments), panel + 1)
+            for colour, (label, group) in zip(COLOURS, _grouped(_of(cells, environment)).items(), strict=False):
+                _band(axes, colour, label, [list(enumerate(cell["final"]["new"])) for cell in group])
+            _finish(axes, environment, "adaptation steps", "mean return on new clients")
+        return canvas
+
+
+class Fig2(Item):
+    """FMRL with different learning rates of the server (eta)."""
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """Paper's Figure 2."""
+        etas = (0.0001, 0.0003, 0.0005, 0.001, 0.003)
+        return {f"eta {eta:g}": self.federation(environment, server=FedAdam(eta)) for eta in etas}
+
+
+class Fig3(Item):
+    """FMRL with different local learning rates (beta)."""
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """Paper's Figure 3."""
+        return {
+            f"beta {beta:g}": self.federation(environment, algorithm=Meta(alpha=0.1, beta=beta, steps=5))
+            for beta in (0.0001, 0.0003, 0.001, 0.003, 0.01)
+        }
+
+
+class Fig4(Item):
+    """FMRL with different shares of clients in a round (lambda)."""
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """Paper's Figure 4."""
+        clients = self.federation(environment).clients
+        return {f"lambda {s}": self.federation(environment, cohort=round(s * clients)) for s in (0.1, 0.2, 0.3)}
+
+
+class Fig5(Item):
+    """Fed-Adam against Fed-SGD (eta 1 and 5, beta 0.001 and 0.01) and against Fed-Adam as printed."""
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """Paper's Figure 5."""
+        base = self.federation(environment)
+        found = {"Fed-Adam, beta 0.001": base}
+        for beta in (0.001, 0.01):
+            for eta in (1.0, 5.0):
+                found[f"Fed-SGD, eta {eta:g}, beta {beta}"] = dataclasses.replace(
+                    base, algorithm=Meta(alpha=0.1, beta=beta, steps=5), server=Server("uniform", f"sgd(rate={eta})")
+                )
+        rate = base.server.build().optimizer.rate  # type: ignore[attr-defined]
+        printed = Server("uniform", f"adam-as-printed(rate={rate})")
+        return found | {"Fed-Adam as printed": dataclasses.replace(base, server=printed)}
+
+
+class Orders(Item):
+    """FMRL's meta-gradient: first order, exact and Hessian-free."""
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """The three orders."""
+        return {
+            order: self.federation(environment, algorithm=Meta(alpha=0.1, beta=0.001, order=order, steps=5))  # type: ignore[arg-type]
+            for order in ORDERS
+        }
+
+
+class PrivacyCurve(Item):
+    """FMRL under differential privacy: return after one step against epsilon (delta 1 / clients)."""
+
+    def variants(self, environment: str) -> dict[str, Federation]:
+        """Noise on the server that costs a wanted epsilon."""
+        from ..server import noise_for
+
+        base = self.federation(environment)
+        optimizer = base.server.optimizer
+        found = {"no privacy": base}
+        for epsilon in (1.0, 4.0, 16.0, 64.0):
+            noise = noise_for(epsilon, base.rounds, base.clients, base.cohort, 1 / base.clients)
+            private = Server("uniform", optimizer, f"central(clip={_CLIP}, noise={noise:.4f})")
+            found[f"epsilon {epsilon:g}"] = dataclasses.replace(base, server=private)
+        return found
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """Return before and after a step by epsilon."""
+        canvas = Figure(figsize=(5.5 * len(self.environments), 4), layout="constrained")
+        for panel, environment in enumerate(self.environments):
+            axes = canvas.add_subplot(1, len(self.environments), panel + 1)
+            groups = _grouped(_of(cells, environment))
+            private = {float(k.split()[1]): g for k, g in groups.items() if k != "no privacy"}
+            for step, colour in ((0, COLOURS[1]), (1, COLOURS[0])):
+                seeds = range(min(len(g) for g in private.values()))
+                lines = [[(e, private[e][s]["final"]["seen"][step]) for e in sorted(private)] for s in seeds]
+                _band(axes, colour, f"after {step} steps", lines)
+                level = float(np.mean([c["final"]["seen"][step] for c in groups["no privacy"]]))
+                axes.axhline(level, color=colour, linestyle=(0, (4, 2)), linewidth=1)
+            axes.set_xscale("log")
+            _finish(axes, f"{environment} (dashed: no privacy)", "epsilon of the whole run", "mean return")
+        return canvas
+
+
+_CLIP = 0.003  # about the size of an honest client's update
+
+
+def _batches(jobs: dict[tuple[str, str, int], Federation], size: int) -> Iterator[list[tuple[str, str, int]]]:
+    """Jobs that fit into one batch, at most `size` at a time."""
+    groups: dict[Any, list[tuple[str, str, int]]] = {}
+    for job, f in jobs.items():
+        form = (f.clients, f.cohort, f.rounds, job[0], f.problem, jax.tree.structure((f.algorithm, f.server.build())))
+        groups.setdefault(form, []).append(job)
+    for group in groups.values():
+        for start in range(0, len(group), size):
+            yield group[start : start + size]
+
+
+def _cells(fleet: Fleet) -> list[Cell]:
+    """Curves and final scores on all clients of every run of a fleet."""
+    f = fleet.runs[0].federation
+    fleet.share_out()
+    seen = fleet.score(np.arange(f.clients), 3)["return"]
+    new = fleet.score(np.arange(f.clients, f.clients + f.new_clients), 6)["return"] if f.new_clients else None
+    cells = []
+    for r, run in enumerate(fleet.runs):
+        logged = read_lines(run.files.path / "metrics.jsonl") if run.files else run.history
+        curve = [(x["round"], *x["evaluation"]["seen"]["return"]) for x in logged if "evaluation" in x]
+        final = {"seen": _clients_mean(seen[r])} | ({"new": _clients_mean(new[r])} if new is not None else {})
+        refused = sum(len(x.get("refused", ())) for x in logged)
+        cells.append({"curve": [[p[0], *_short(p[1:])] for p in curve], "final": final, "refused": refused})
+    return cells
+
+
+def _clients_mean(table: np.ndarray) -> list[float]:
+    sound = np.isfinite(table).all(1)
+    return _short(table[sound].mean(0)) if sound.any() else [float("nan")] * table.shape[1]
+
+
+def _short(values: Any) -> list[float]:
+    return [float("nan") if v is None else round(float(v), 2) for v in values]
+
+
+def _write(path: Path, cell: Cell) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(cell))
+    os.replace(unfinished, path)
+
+
+def _name(job: tuple[str, str, int]) -> str:
+    environment, label, seed = job
+    return f"{environment}-{label.replace(' ', '_').replace(',', '')}-seed{seed}"
+
+
+def _of(cells: list[Cell], environment: str) -> list[Cell]:
+    return [cell for cell in cells if cell["environment"] == environment]
+
+
+def _grouped(cells: list[Cell]) -> dict[str, list[Cell]]:
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell["label"], []).append(cell)
+    return groups
+
+
+def _title(environment: str, cells: list[Cell]) -> str:
+    rounds, seeds = cells[0]["curve"][-1][0], len({cell["seed"] for cell in cells})
+    minutes = sum(cell["seconds"] for cell in cells) / 60
+    return f"### {environment} ({rounds} rounds, {seeds} seeds, {minutes:.1f} min)"
+
+
+def _header(names: list[str]) -> str:
+    return _row(names) + "\n|" + "---|" * len(names)
+
+
+def _row(entries: list[str]) -> str:
+    return f"| {' | '.join(entries)} |"
+
+
+def _shown(rows: list[list[float]]) -> list[str]:
+    """Means over seeds with intervals, by column."""
+    if not rows:
+        return [""] * 4
+    pairs = [interval(column) for column in np.array(rows, float).T]
+    return [f"{mean:.1f}" + ("" if np.isnan(half) else f" ± {half:.1f}") for mean, half in pairs]
+
+
+def curves(cells: list[Cell], environments: tuple[str, ...]) -> Figure:
+    """Return by round before (dashed) and after one step, one panel per environment."""
+    canvas = Figure(figsize=(6 * len(environments), 4.2), layout="constrained")
+    for panel, environment in enumerate(environments):
+        axes = canvas.add_subplot(1, len(environments), panel + 1)
+        for colour, (label, group) in zip(COLOURS, _grouped(_of(cells, environment)).items(), strict=False):
+            _band(axes, colour, None, [[(p[0], p[1]) for p in cell["curve"]] for cell in group], dashed=True)
+            _band(axes, colour, label, [[(p[0], p[2]) for p in cell["curve"]] for cell in group])
+        _finish(axes, f"{environment} (dashed: before the step)", "round", "mean return after one step")
+    return canvas
+
+
+def _band(
+    axes: Any, colour: str, label: str | None, lines: list[list[tuple[float, float]]], dashed: bool = False
+) -> None:
+    """Mean of lines over seeds, with the range of the seeds shaded."""
+    points = np.array(lines, float)
+    x, y = points[0, :, 0], points[:, :, 1]
+    style: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.1} if dashed else {"linewidth": 2}
+    axes.plot(x, y.mean(0), color=colour, label=label, **style)
+    if len(y) > 1 and not dashed:
+        axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def _finish(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.legend(frameon=False, fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

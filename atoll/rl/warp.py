@@ -1,0 +1,264 @@
+"""Experience from MuJoCo Warp, thousands of simulations at a time on one NVIDIA GPU.
+
+Policy, physics and rewards of all clients and episodes are one compiled program: simulations lie flat for MuJoCo Warp,
+which MJX calls, and as [clients, episodes] for the policies. Single precision throughout.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mujoco
+import numpy as np
+
+from ..errors import AtollError
+from ..problems.base import Params
+from .bodies import TORSO, Physics, World
+from .objective import Rollout
+from .policies import Policy
+
+_PACKAGES = {"mujoco.mjx": "mujoco-mjx", "warp": "warp-lang"}
+_TOO_LARGE = 1e10  # MuJoCo resets simulations that leave this range, or are no numbers at all
+_CAPACITY = 0b1111  # of Warp's warnings, those about too few contacts or constraints
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpSampler:
+    """Samples `episodes` of `horizon` steps per client."""
+
+    world: World
+    episodes: int
+    horizon: int
+
+    def rollout(self, policy: Policy, params: Params, tasks: Any, keys: Any) -> Rollout:
+        """Experience [N, E, H, ...] of clients with params [N, ...], tasks [N] and keys [N]."""
+        model, data = _simulation(self.world, len(tasks) * self.episodes)
+        played: Rollout = _play(self, policy, model, data, params, jnp.asarray(tasks, jnp.float32), keys)
+        return played
+
+    def _begin(self, model: Any, data: Any, keys: jax.Array) -> Any:
+        """Simulations [N * E] at the start of episodes."""
+        first = jax.vmap(lambda key: self.world.first(_draws(key), self.episodes))(keys)
+        qpos, qvel = (x.reshape(-1, x.shape[-1]).astype(jnp.float32) for x in first)
+        data = jax.vmap(lambda qpos, qvel: data.replace(qpos=qpos, qvel=qvel))(qpos, qvel)
+        if self.world.ant:  # whose first observation holds forces
+            data = jax.vmap(_mjx().forward, (None, 0))(model, data)
+        return data
+
+    def _move(self, model: Any, data: Any, action: jax.Array) -> Any:
+        """Apply actions [N, E, A] in [-1, 1], the controls' own range."""
+        step = jax.vmap(_mjx().step, (None, 0))
+        data = data.replace(ctrl=action.reshape(data.ctrl.shape))
+        if self.world.substeps == 1:
+            data = step(model, data)
+        else:
+            data = jax.lax.fori_loop(0, self.world.substeps, lambda _, data: step(model, data), data)
+        # As MuJoCo does, and Warp does not. One broken simulation would also make the solver's loop, which lasts until
+        # all of them have converged, run to its limit for everybody.
+        sound = (jnp.abs(data.qpos) < _TOO_LARGE).all(-1) & (jnp.abs(data.qvel) < _TOO_LARGE).all(-1)
+        return data.replace(
+            qpos=jnp.where(sound[:, None], data.qpos, jnp.asarray(self.world.model.qpos0, jnp.float32)),
+            qvel=jnp.where(sound[:, None], data.qvel, 0.0),
+            qacc_warmstart=jnp.where(sound[:, None], data.qacc_warmstart, 0.0),
+        )
+
+    def _look(self, data: Any, before: jax.Array) -> Physics:
+        """The state of simulations [B] that were at x = `before` [B]; what follows from it is made anew.
+
+        After a step Warp's own centre of mass, velocity and rotation are those of the last evaluation of the dynamics
+        within it: the step's beginning, or the last stage of a Runge-Kutta step. Forces stay so.
+        """
+        world, qpos = self.world, data.qpos
+        rates = _rates(world.model, qpos, data.qvel)
+        com, velocity = jax.jvp(partial(_centre, world.model), (qpos,), (rates,))
+        speed = (qpos[:, 0] - before) / world.seconds if world.dynamics == "gym" else velocity[:, 0]
+        if not world.ant:
+            return Physics(qpos, data.qvel, com, speed, None, None)
+        contact = jnp.nan_to_num(data._impl.cfrc_ext)  # those of a simulation that broke in this step are no numbers
+        return Physics(qpos, data.qvel, com, speed, contact, _matrix(qpos[:, 3:7]))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _play(
+    sampler: WarpSampler, policy: Policy, model: Any, data: Any, params: Params, tasks: jax.Array, keys: jax.Array
+) -> Rollout:
+    """All episodes of all clients, from the first step to the last."""
+    world, shape = sampler.world, (len(tasks), sampler.episodes)
+    moments = jax.vmap(lambda key: jax.random.split(key, 1 + sampler.horizon), out_axes=1)(keys)  # [1 + H, N]
+
+    def look(data: Any, before: jax.Array) -> Physics:
+        now: Physics = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), sampler._look(data, before))
+        return now
+
+    def step(carry: tuple[Any, Any, Any], keys: jax.Array) -> tuple[tuple[Any, Any, Any], Rollout]:
+        data, obs, alive = carry
+        noise = jax.vmap(lambda key: policy.noise(_draws(key), shape[1:], world.actions))(keys)
+        action, log_prob = policy.act(params, obs, noise)
+        clipped = jnp.clip(action, -1, 1)
+        before = data.qpos[:, 0]
+        data = sampler._move(model, data, clipped)
+        now = look(data, before)
+        reward = jnp.where(alive, world.reward(jnp, tasks[:, None], clipped, now), 0.0)
+        upright = alive & world.upright(jnp, now)
+        return (data, world.observe(jnp, now), upright), Rollout(obs, action, log_prob, reward, alive.astype(obs.dtype))
+
+    data = sampler._begin(model, data, moments[0])
+    obs = world.observe(jnp, look(data, data.qpos[:, 0]))
+    _, played = jax.lax.scan(step, (data, obs, jnp.ones(shape, bool)), moments[1:])
+    ordered: Rollout = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), played)
+    return ordered
+
+
+class _Draws:
+    """What worlds and policies use of NumPy's random generator, drawn from a JAX key."""
+
+    def __init__(self, key: jax.Array) -> None:
+        self._key = key
+
+    def _next(self) -> jax.Array:
+        keys = jax.random.split(self._key)
+        self._key = keys[0]
+        return keys[1]
+
+    def uniform(self, low: float, high: float, size: tuple[int, ...]) -> jax.Array:
+        return jax.random.uniform(self._next(), size, minval=low, maxval=high)
+
+    def normal(self, loc: float, scale: float, size: tuple[int, ...]) -> jax.Array:
+        return loc + scale * jax.random.normal(self._next(), size)
+
+    def standard_normal(self, size: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
+        return jax.random.normal(self._next(), size, dtype)
+
+    def gumbel(self, size: tuple[int, ...]) -> jax.Array:
+        return jax.random.gumbel(self._next(), size)
+
+
+def _draws(key: jax.Array) -> Any:
+    """In the place of a NumPy generator."""
+    return _Draws(key)
+
+
+def _mjx() -> Any:
+    """MJX; it is no part of a plain installation."""
+    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise AtollError(
+            f"sampler warp needs {' and '.join(missing)}; install them by `pip install 'atoll[gpu]'`,"
+            " or use sampler native"
+        )
+    warp = importlib.import_module("warp")
+    warp.config.log_level = warp.LOG_WARNING  # it reports every kernel that it compiles
+    return importlib.import_module("mujoco.mjx")
+
+
+def _need_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        raise AtollError(
+            f"sampler warp needs an NVIDIA GPU, and JAX found {jax.default_backend()} only; `pip install 'atoll[gpu]'`"
+            " on a machine that has one, or use sampler native"
+        )
+
+
+@lru_cache(maxsize=8)
+def _simulation(world: World, count: int) -> tuple[Any, Any]:
+    """MJX's model, and data of one simulation with room for the contacts of `count`."""
+    mjx = _mjx()
+    _need_gpu()
+    contacts, constraints = _most(world.model)
+    with jax.ensure_compile_time_eval():  # what is kept must be arrays also where a caller is being traced
+        model = mjx.put_model(world.model, impl="warp")
+        # Reaching the limit of iterations is no news in single precision, and every simulation would print it.
+        model = model.tree_replace({"opt._impl.warn_overflow": _CAPACITY})
+        # Contacts are counted over all simulations, constraints in each.
+        data = mjx.make_data(world.model, impl="warp", naconmax=count * contacts, njmax=constraints)
+    return model, data
+
+
+def _most(model: mujoco.MjModel) -> tuple[int, int]:
+    """Contacts and constraints that a simulation can have at most: only the floor is ever touched, limbs pass through.
+
+    A capsule touches it at two points, a sphere at one; a contact is four constraints (a pyramid of friction).
+    """
+    kinds = [int(kind) for kind in model.geom_type if kind != mujoco.mjtGeom.mjGEOM_PLANE]
+    contacts = sum(2 if kind == mujoco.mjtGeom.mjGEOM_CAPSULE else 1 for kind in kinds)
+    return contacts, int(model.jnt_limited.sum()) + 4 * contacts
+
+
+def _centre(model: mujoco.MjModel, qpos: jax.Array) -> jax.Array:
+    """Centre of mass [..., 3] of one tree of bodies whose limbs turn on hinges at the origins of their frames.
+
+    It is the torso's place and, of every body, an arm that turns with it: the body's own centre of mass and the origins
+    of what hangs on it, by their share of the mass. Number by number, so that XLA fuses it into few kernels: MJX's own
+    `kinematics` and `com_pos` are calls out of the program and back through Python, and `forward` is almost a step.
+    """
+    arms = model.body_mass[:, None] * model.body_ipos
+    for body in range(model.nbody - 1, TORSO, -1):
+        parent = model.body_parentid[body]
+        arms[parent] += model.body_subtreemass[body] * model.body_pos[body]
+        if not model.body_jntnum[body]:  # it turns with its parent
+            arms[parent] += arms[body]
+    here: Any = tuple(model.body_pos[TORSO].tolist())
+    turns: dict[int, tuple[Any, ...]] = {0: (1.0, 0.0, 0.0, 0.0)}  # quaternions
+    total: Any = (0.0, 0.0, 0.0)
+    for body in range(TORSO, model.nbody):
+        turn, first = turns[model.body_parentid[body]], model.body_jntadr[body]
+        for joint in range(first, first + model.body_jntnum[body]):
+            start, kind, axis = model.jnt_qposadr[joint], model.jnt_type[joint], model.jnt_axis[joint]
+            if kind == mujoco.mjtJoint.mjJNT_FREE:
+                here, turn = tuple(qpos[..., start + i] for i in range(3)), _unit(qpos[..., start + 3 : start + 7])
+            elif kind == mujoco.mjtJoint.mjJNT_SLIDE:
+                here = _shifted(here, axis.tolist(), qpos[..., start])
+            else:
+                half = qpos[..., start] / 2
+                turn = _product(turn, (jnp.cos(half), *(float(x) * jnp.sin(half) for x in axis)))
+        turns[body] = turn
+        if model.body_jntnum[body]:
+            total = _shifted(total, _turned(turn, arms[body]))
+    return jnp.stack(_shifted(here, total, 1 / float(model.body_subtreemass[TORSO])), -1)
+
+
+def _rates(model: mujoco.MjModel, qpos: jax.Array, qvel: jax.Array) -> jax.Array:
+    """Change of positions [..., nq] per second."""
+    if model.nq == model.nv:
+        return qvel
+    # A free joint: its quaternion changes by half its product with the angular velocity, given in the body's frame.
+    spin = _product(tuple(qpos[..., 3 + i] for i in range(4)), (0.0, *(qvel[..., 3 + i] / 2 for i in range(3))))
+    return jnp.concatenate([qvel[..., :3], jnp.stack(spin, -1), qvel[..., 6:]], -1)
+
+
+def _matrix(quaternion: jax.Array) -> jax.Array:
+    """Rotation matrix [..., 9], row by row, of quaternions [..., 4] of any length."""
+    way = _unit(quaternion)
+    columns = [jnp.stack(jnp.broadcast_arrays(*_turned(way, axis)), -1) for axis in np.eye(3)]
+    return jnp.stack(columns, -1).reshape(*quaternion.shape[:-1], 9)
+
+
+def _unit(quaternion: jax.Array) -> tuple[Any, ...]:
+    length = jnp.sqrt((quaternion**2).sum(-1))
+    return tuple(quaternion[..., i] / length for i in range(4))
+
+
+def _product(p: tuple[Any, ...], q: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The rotation p after q."""
+    (a, b, c, d), (w, x, y, z) = p, q
+    return (
+        a * w - b * x - c * y - d * z,
+        a * x + b * w + c * z - d * y,
+        a * y - b * z + c * w + d * x,
+        a * z + b * y - c * x + d * w,
+    )
+
+
+def _turned(turn: tuple[Any, ...], vector: Any) -> tuple[Any, ...]:
+    """A constant vector, rotated."""
+    (w, x, y, z), (a, b, c) = turn, (float(v) for v in vector)
+    p, q, r = 2 * (y * c - z * b), 2 * (z * a - x * c), 2 * (x * b - y * a)
+    return a + w * p + y * r - z * q, b + w * q + z * p - x * r, c + w * r + x * q - y * p
+
+
+def _shifted(point: Any, by: Any, times: Any = 1.0) -> tuple[Any, ...]:
+    return tuple(x + times * y for x, y in zip(point, by, strict=True))
