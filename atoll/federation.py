@@ -14,7 +14,17 @@ import jax
 import numpy as np
 
 from .algorithms import ALGORITHMS, Algorithm
-from .engines.local import Faults, LocalEngine, Rate, RoundReport, Work, draw_cohort, init_params, score_shared
+from .engines.local import (
+    Faults,
+    LocalEngine,
+    Rate,
+    RoundReport,
+    Work,
+    complete,
+    draw_cohort,
+    init_params,
+    score_shared,
+)
 from .errors import require
 from .problems import PROBLEMS
 from .problems.base import Params, ProblemSettings
@@ -205,8 +215,8 @@ class Run:
         """One round; returns its record."""
         round_ = self.round + 1
         clients, own = self.invite(round_)
-        state, own, report = self.engine.train(self.work, self.rule, self.state, clients, own, round_)
-        self.state = state
+        phases = self.engine.train(self.work, self.rule, self.state, clients, own, round_)
+        self.state, own, report = complete(phases)
         return self.finish(clients, own, report)
 
     def invite(self, round_: int) -> tuple[np.ndarray, Params]:
@@ -269,7 +279,8 @@ class Run:
         steps = self.federation.evaluation.steps if steps is None else steps
         scoring = (self.round, steps, self.rate(rate))
         work = self.work._replace(problem=self.problem)
-        parts = [self.engine.evaluate(work, self.params, block, self.own(block), *scoring) for block in blocks]
+        phases = [self.engine.evaluate(work, self.params, block, self.own(block), *scoring) for block in blocks]
+        parts = [complete(block) for block in phases]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def personalize(self, client: int, steps: int | None = None, rate: float | None = None) -> Params:
@@ -282,7 +293,8 @@ class Run:
         steps = f.evaluation.steps if steps is None else steps
         one = np.array([client])
         work = self.work._replace(problem=self.problem)
-        models = self.engine.personalize(work, self.params, one, self.own(one), self.round, steps, self.rate(rate))
+        about = (self.round, steps, self.rate(rate))
+        models = complete(self.engine.personalize(work, self.params, one, self.own(one), *about))
         return jax.tree.map(lambda leaf: leaf[0], models)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Many runs as one batch: seeds and numeric settings become a leading axis of the same compiled programs.
 
-A fleet gives every run the numbers it would have had alone; it only makes better use of the machine. Runs fit together
-if they differ in nothing but numbers: seeds, learning rates, discounts, and the data these lead to.
+A fleet gives every run the numbers it would have had alone; it only makes better use of the machine. Runs that differ
+in nothing but numbers (seeds, learning rates, discounts, and the data these lead to) form a squadron and share one
+program. Squadrons of other algorithms travel beside it, and all experience of the fleet is sampled at once.
 """
 
 import dataclasses
@@ -12,86 +13,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .engines.local import Axes, Rate, Work
+from .engines.local import Axes, Gathering, Phases, Rate, T, Work
 from .errors import AtollError, require
 from .federation import EVALUATED_AT_ONCE, Record, Run, ctrl_c
+from .problems.base import Data
+from .problems.reinforcement import ReinforcementProblem
 
 FleetWatcher = Callable[[list[Record]], None]
+Scores = dict[str, np.ndarray]
 
 
-class Fleet:
-    """Runs that advance together, round by round; each keeps its own history, files and clients' rows."""
+class Squadron:
+    """Runs that differ in nothing but numbers."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        require(len(runs) >= 1, "a fleet needs at least 1 run")
-        first = runs[0]
-        for run in runs:
-            _check_alike(first, run)
         self.runs = list(runs)
-        self.interrupted = False
-        self._works = {}
-        for purpose, works in (
-            ("train", [run.work for run in runs]),
-            ("score", [run.work._replace(problem=run.problem) for run in runs]),
-        ):
-            work, axes = stack_works(works)
-            engine = dataclasses.replace(first.engine, runs=axes)
-            self._works[purpose] = (engine, work._replace(problem=engine.place(work.problem)))
+        first = runs[0]
+        self._training = _placed(first, [run.work for run in runs])
+        self._scoring = _placed(first, [run.work._replace(problem=run.problem) for run in runs])
         self._rule = _stacked([run.rule for run in runs])
         self._state = jax.device_put(_stacked([run.state for run in runs]), first.engine.devices[0])
 
-    @property
-    def round(self) -> int:
-        """Rounds done."""
-        return self.runs[0].round
-
-    def advance(self, watch: FleetWatcher | None = None, checkpoint_every: int = 10) -> None:
-        """Train all runs up to their number of rounds; Ctrl-C ends it after the current round, with a checkpoint."""
-        watch = watch or (lambda records: None)
-        rounds, every = self.runs[0].federation.rounds, self.runs[0].federation.evaluation.every
-        with ctrl_c() as stop:
-            if self.round == 0 and not self.runs[0].restored:
-                self._note(self.evaluate(), watch)
-            while self.round < rounds and not stop.is_set():
-                self._note(self.step(), watch)
-                last = self.round == rounds
-                if last or self.round % every == 0:
-                    self._note(self.evaluate(), watch)
-                if last or stop.is_set() or self.round % checkpoint_every == 0:
-                    self.share_out()
-                    for run in self.runs:
-                        run.checkpoint()
-        self.interrupted = stop.is_set()
-
-    def step(self) -> list[Record]:
+    def step(self) -> Phases[list[Record]]:
         """One round of all runs; returns their records."""
-        round_ = self.round + 1
+        round_ = self.runs[0].round + 1
         if not self.runs[0].store.empty_handed:
             self.share_out()  # what a newcomer keeps may depend on the shared model
         invited = [run.invite(round_) for run in self.runs]
         clients, own = np.stack([clients for clients, _ in invited]), _stacked([own for _, own in invited])
-        engine, work = self._works["train"]
-        self._state, own, report = engine.train(work, self._rule, self._state, clients, own, round_)
+        engine, work = self._training
+        self._state, own, report = yield from engine.train(work, self._rule, self._state, clients, own, round_)
         own, report = jax.device_get((own, report))
         return [run.finish(clients[r], _row(own, r), _row(report, r)) for r, run in enumerate(self.runs)]
 
-    def evaluate(self) -> list[Record]:
+    def evaluate(self) -> Phases[list[Record]]:
         """Mean scores of every run's clients, as `Run.evaluate` gives them."""
         self.share_out()
-        scores = {group: self.score(members) for group, members in self.runs[0].groups().items()}
+        scores = {}
+        for group, members in self.runs[0].groups().items():
+            scores[group] = yield from self.score(members)
         return [run.scored(_row(scores, r)) for r, run in enumerate(self.runs)]
 
-    def score(self, clients: np.ndarray, steps: int | None = None) -> dict[str, np.ndarray]:
+    def score(self, clients: np.ndarray, steps: int | None = None) -> Phases[Scores]:
         """Scores of `clients` [C] in every run after 0..steps adaptation steps, each [R, C, steps + 1]."""
-        engine, work = self._works["score"]
-        steps = self.runs[0].federation.evaluation.steps if steps is None else steps
+        engine, work = self._scoring
+        first = self.runs[0]
+        steps = first.federation.evaluation.steps if steps is None else steps
         rates: Rate = _stacked([run.rate() for run in self.runs])
         parts = []
         for start in range(0, len(clients), EVALUATED_AT_ONCE):
             block = clients[start : start + EVALUATED_AT_ONCE]
             own = _stacked([run.own(block) for run in self.runs])
             everywhere = np.broadcast_to(block, (len(self.runs), len(block)))
-            parts.append(engine.evaluate(work, self._state.params, everywhere, own, self.round, steps, rates))
+            part = yield from engine.evaluate(work, self._state.params, everywhere, own, first.round, steps, rates)
+            parts.append(part)
         return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 
     def share_out(self) -> None:
@@ -100,20 +75,123 @@ class Fleet:
         for r, run in enumerate(self.runs):
             run.state = _row(state, r)
 
-    def _note(self, records: list[Record], watch: FleetWatcher) -> None:
-        for run, record in zip(self.runs, records, strict=True):
-            run.note(record)
-        watch(records)
+
+class Fleet:
+    """Runs that advance together, round by round; each keeps its own history, files and clients' rows."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        require(len(runs) >= 1, "a fleet needs at least 1 run")
+        for run in runs:
+            _check_alike(runs[0], run)
+        self.runs = list(runs)
+        self.interrupted = False
+        alike: dict[Any, list[Run]] = {}
+        for run in runs:
+            alike.setdefault(_form(run), []).append(run)
+        self._squadrons = [Squadron(group) for group in alike.values()]
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return self.runs[0].round
+
+    def advance(self, watch: FleetWatcher | None = None, checkpoint_every: int = 10) -> None:
+        """Train all runs up to their number of rounds; Ctrl-C ends it after the current round, with a checkpoint.
+
+        `watch` is given the records of all runs, in the runs' order, after every round and every evaluation.
+        """
+        watch = watch or (lambda records: None)
+        rounds, every = self.runs[0].federation.rounds, self.runs[0].federation.evaluation.every
+        with ctrl_c() as stop:
+            if self.round == 0 and not self.runs[0].restored:
+                watch(self.evaluate())
+            while self.round < rounds and not stop.is_set():
+                watch(self.step())
+                last = self.round == rounds
+                if last or self.round % every == 0:
+                    watch(self.evaluate())
+                if last or stop.is_set() or self.round % checkpoint_every == 0:
+                    self.checkpoint()
+        self.interrupted = stop.is_set()
+
+    def step(self) -> list[Record]:
+        """One round of all runs; returns their records."""
+        return self._noted([squadron.step() for squadron in self._squadrons])
+
+    def evaluate(self) -> list[Record]:
+        """Mean scores of every run's clients, as `Run.evaluate` gives them."""
+        return self._noted([squadron.evaluate() for squadron in self._squadrons])
+
+    def score(self, clients: np.ndarray, steps: int | None = None) -> list[Scores]:
+        """Scores of `clients` [C] of every run after 0..steps adaptation steps, each [C, steps + 1]."""
+        tables = together([squadron.score(clients, steps) for squadron in self._squadrons])
+        return self._in_order([[_row(table, r) for r in range(len(s.runs))] for s, table in self._with(tables)])
+
+    def checkpoint(self) -> None:
+        """Hand every run its state and save those that have files."""
+        for squadron in self._squadrons:
+            squadron.share_out()
+        for run in self.runs:
+            run.checkpoint()
+
+    def _noted(self, work: list[Phases[list[Record]]]) -> list[Record]:
+        records = self._in_order(together(work))
+        return [run.note(record) for run, record in zip(self.runs, records, strict=True)]
+
+    def _with(self, results: list[T]) -> list[tuple[Squadron, T]]:
+        return list(zip(self._squadrons, results, strict=True))
+
+    def _in_order(self, by_squadron: list[list[T]]) -> list[T]:
+        """What squadrons have to say of their runs, in the order of the fleet's."""
+        found = {
+            id(run): one for s, results in self._with(by_squadron) for run, one in zip(s.runs, results, strict=True)
+        }
+        return [found[id(run)] for run in self.runs]
+
+
+def together(work: Sequence[Phases[T]]) -> list[T]:
+    """Complete all of the work, gathering at the same time what is asked for at the same time."""
+    results: dict[int, T] = {}
+    data: dict[int, Data] = dict.fromkeys(range(len(work)))
+    while data:
+        requests: dict[int, Gathering] = {}
+        for i, found in data.items():
+            try:
+                requests[i] = work[i].send(found)
+            except StopIteration as end:
+                results[i] = end.value
+        data = _gather(requests)
+    return [results[i] for i in range(len(work))]
+
+
+def _gather(requests: dict[int, Gathering]) -> dict[int, Data]:
+    """Data for all requests; those of one sampler and policy are one batch."""
+    groups: dict[Any, list[int]] = {}
+    for i, request in requests.items():
+        problem = request.problem
+        alike = (problem.sampler, problem.policy) if isinstance(problem, ReinforcementProblem) else i
+        groups.setdefault(alike, []).append(i)
+    found: dict[int, Data] = {}
+    for members in groups.values():
+        if len(members) == 1:
+            request = requests[members[0]]
+            found[members[0]] = request.problem.collect(*request[1:])
+            continue
+        asked: list[Any] = [requests[i] for i in members]
+        rows = [request.problem.rows(*request[1:]) for request in asked]
+        merged = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+        rollout = asked[0].problem.sampler.rollout(asked[0].problem.policy, *merged)
+        start = 0
+        for i, request, (_, tasks, _) in zip(members, asked, rows, strict=True):
+            part = _row(rollout, slice(start, start + len(tasks)))
+            found[i] = request.problem.gathered(part, np.shape(request.clients), request.purpose)
+            start += len(tasks)
+    return found
 
 
 def stack_works(works: Sequence[Work]) -> tuple[Work, Axes]:
     """Works as one, and which of its leaves have a leading axis: all but arrays that are the same in every run."""
     flat = [jax.tree.flatten(work) for work in works]
-    structure: Any = flat[0][1]
-    require(
-        all(other == structure for _, other in flat),
-        "these runs differ in more than numbers (another algorithm, model or sampler); put them into fleets of their own",
-    )
     stacked, axes = [], []
     for column in zip(*(leaves for leaves, _ in flat), strict=True):
         same = np.ndim(column[0]) > 0 and all(leaf is column[0] or np.array_equal(leaf, column[0]) for leaf in column)
@@ -121,7 +199,19 @@ def stack_works(works: Sequence[Work]) -> tuple[Work, Axes]:
             raise AtollError("these runs' data differ in shape, so they cannot be one batch; run them one by one")
         stacked.append(column[0] if same else jnp.stack([jnp.asarray(leaf) for leaf in column]))
         axes.append(not same)
-    return jax.tree.unflatten(structure, stacked), tuple(axes)
+    return jax.tree.unflatten(flat[0][1], stacked), tuple(axes)
+
+
+def _placed(first: Run, works: Sequence[Work]) -> tuple[Any, Work]:
+    """An engine for many runs, and their work on its devices."""
+    work, axes = stack_works(works)
+    engine = dataclasses.replace(first.engine, runs=axes)
+    return engine, work._replace(problem=engine.place(work.problem))
+
+
+def _form(run: Run) -> Any:
+    """Runs of the same form fit into one squadron."""
+    return jax.tree.structure((run.work, run.rule))
 
 
 def _check_alike(first: Run, run: Run) -> None:
@@ -139,5 +229,5 @@ def _stacked(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
 
 
-def _row(tree: Any, index: int) -> Any:
+def _row(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)

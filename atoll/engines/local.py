@@ -10,9 +10,9 @@ a leading axis, and all arrays of clients are [R, C, ...]; again one after anoth
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,8 @@ from ..problems.base import Data, Params, Problem, Purpose
 from ..server import Reports, ServerRule, ServerState, finite
 from ..shuffle import shuffled, stream
 
-_TRAIN, _EVALUATE, _COHORT, _INIT, _FAULTS, _PRIVACY = range(
-    6
-)  # one family of keys per use, so that none is used twice
+# One family of keys per use, so that none is used twice.
+_TRAIN, _EVALUATE, _COHORT, _INIT, _FAULTS, _PRIVACY = range(6)
 
 
 class Faults(NamedTuple):
@@ -50,6 +49,32 @@ class Rate(NamedTuple):
 
     first: float | jax.Array
     later: float | jax.Array = 1.0
+
+
+class Gathering(NamedTuple):
+    """A request to gather data outside of compiled programs; arrays [C, ...], or [R, C, ...] of many runs."""
+
+    problem: Problem
+    params: Params
+    clients: np.ndarray
+    keys: jax.Array
+    purpose: Purpose
+
+
+T = TypeVar("T")
+Phases = Generator[Gathering, Data, T]  # work that stops wherever data must be gathered, and goes on with the data
+
+
+def complete(phases: Phases[T]) -> T:
+    """Do all of the work, gathering whatever it asks for."""
+    data = None
+    while True:
+        try:
+            request = phases.send(data)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        data = request.problem.collect(*request[1:])
 
 
 Axes = tuple[bool, ...]  # of many runs: for each leaf of their work, whether it differs between them
@@ -160,7 +185,7 @@ class LocalEngine:
 
     def train(
         self, work: Work, rule: ServerRule, state: ServerState, clients: np.ndarray, own: Params, round_: int
-    ) -> tuple[ServerState, Params, RoundReport]:
+    ) -> Phases[tuple[ServerState, Params, RoundReport]]:
         """One round of `clients` [C]: next server state, what each client keeps [C, ...], and a report.
 
         The problem must be placed on the devices; `state` lives on the first. Of many runs everything but the round
@@ -172,7 +197,8 @@ class LocalEngine:
             gathered: tuple[Data, ...] = ()
             for tag, purpose in enumerate(work.algorithm.gatherings):
                 models = _program(_behave, self, work, shared, round_, (*by_client, gathered))
-                gathered = (*gathered, self._collect(work, models, clients, _TRAIN, round_, purpose, tag))
+                data = yield from self._collect(work, models, clients, _TRAIN, round_, purpose, tag)
+                gathered = (*gathered, data)
             done = _program(_learn, self, work, shared, round_, (*by_client, gathered))
         else:
             done = _program(_train, self, work, shared, round_, by_client)
@@ -182,16 +208,16 @@ class LocalEngine:
 
     def evaluate(
         self, work: Work, shared: Params, clients: np.ndarray, own: Params, round_: int, steps: int, rate: Rate
-    ) -> dict[str, np.ndarray]:
+    ) -> Phases[dict[str, np.ndarray]]:
         """Scores of the models of `clients` [C] after 0..steps adaptation steps, each [C, steps + 1]."""
-        scores = self._adapt(work, shared, clients, own, round_, steps, rate, scored=True)
+        scores = yield from self._adapt(work, shared, clients, own, round_, steps, rate, scored=True)
         return {name: np.asarray(table)[..., : clients.shape[-1], :] for name, table in scores.items()}
 
     def personalize(
         self, work: Work, shared: Params, clients: np.ndarray, own: Params, round_: int, steps: int, rate: Rate
-    ) -> Params:
+    ) -> Phases[Params]:
         """The models of `clients` [C] after `steps` adaptation steps, [C, ...]: the very models `evaluate` scores."""
-        models = self._adapt(work, shared, clients, own, round_, steps, rate, scored=False)
+        models = yield from self._adapt(work, shared, clients, own, round_, steps, rate, scored=False)
         return self.gather(models, clients.shape[-1])
 
     def _adapt(
@@ -204,30 +230,28 @@ class LocalEngine:
         steps: int,
         rate: Rate,
         scored: bool,
-    ) -> Any:
+    ) -> Phases[Any]:
         by_run, by_client = (self.place(shared), rate), self.split((clients, own))
         if not work.problem.outside:
             return _program(_adapt_all, self, work, by_run, round_, by_client, options=(steps, scored))
 
-        def score(models: Params, step: int) -> dict[str, jax.Array]:
-            data = self._collect(work, models, clients, _EVALUATE, round_, "score", step)
-            found: dict[str, jax.Array] = _program(_score, self, work, (), (), (models, data))
-            return found
-
         models = _program(_personal, self, work, by_run, (), by_client)
-        found = [score(models, 0)] if scored else []
-        for step in range(steps):
-            data = self._collect(work, models, clients, _EVALUATE, round_, "adapt", step)
-            models = _program(_adapt_once, self, work, by_run, (round_, step), (by_client[0], models, data))
-            found += [score(models, step + 1)] if scored else []
+        found = []
+        for step in range(steps + 1):
+            if scored:
+                data = yield from self._collect(work, models, clients, _EVALUATE, round_, "score", step)
+                found.append(_program(_score, self, work, (), (), (models, data)))
+            if step < steps:
+                data = yield from self._collect(work, models, clients, _EVALUATE, round_, "adapt", step)
+                models = _program(_adapt_once, self, work, by_run, (round_, step), (by_client[0], models, data))
         return jax.tree.map(lambda *columns: jnp.stack(columns, axis=-1), *found) if scored else models
 
     def _collect(
         self, work: Work, models: Params, clients: np.ndarray, use: int, round_: int, purpose: Purpose, tag: int
-    ) -> Data:
-        """Let the problem gather outside of compiled programs; what it finds goes back to the devices."""
+    ) -> Phases[Data]:
+        """Ask for data to be gathered; what is found goes back to the devices."""
         keys = _gathering(work.seed, use, round_, clients, tag)
-        data = work.problem.collect(self.gather(models, clients.shape[-1]), clients, keys, purpose)
+        data = yield Gathering(work.problem, self.gather(models, clients.shape[-1]), clients, keys, purpose)
         return _program(_digest, self, work, (), (), self.split(data))
 
 

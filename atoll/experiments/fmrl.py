@@ -113,7 +113,8 @@ class Item:
                 "evaluation": Evaluation(every=10, steps=3, rate=0.1, later=0.5),
             } | changes  # fmt: skip
         else:
-            changes = {"new_clients": 40} | changes
+            often = Evaluation(every=50, steps=3, rate=0.1, later=0.5, clients=20)  # the last one scores all clients
+            changes = {"new_clients": 40, "evaluation": often} | changes
         problem = dataclasses.replace(problem, dynamics=self.dynamics or problem.dynamics)
         f = dataclasses.replace(f, problem=problem, **changes)
         return f if self.rounds is None else dataclasses.replace(f, rounds=self.rounds)
@@ -350,7 +351,7 @@ def _batches(jobs: dict[tuple[str, str, int], Federation], size: int) -> Iterato
     """Jobs that fit into one batch, at most `size` at a time."""
     groups: dict[Any, list[tuple[str, str, int]]] = {}
     for job, f in jobs.items():
-        form = (f.clients, f.cohort, f.rounds, job[0], f.problem, jax.tree.structure((f.algorithm, f.server.build())))
+        form = (f.clients, f.cohort, f.rounds, job[0])
         groups.setdefault(form, []).append(job)
     for group in groups.values():
         for start in range(0, len(group), size):
@@ -360,9 +361,9 @@ def _batches(jobs: dict[tuple[str, str, int], Federation], size: int) -> Iterato
 def _cells(fleet: Fleet) -> list[Cell]:
     """Curves and final scores on all clients of every run of a fleet."""
     f = fleet.runs[0].federation
-    fleet.share_out()
-    seen = fleet.score(np.arange(f.clients), 3)["return"]
-    new = fleet.score(np.arange(f.clients, f.clients + f.new_clients), 6)["return"] if f.new_clients else None
+    seen = [scores["return"] for scores in fleet.score(np.arange(f.clients), 3)]
+    strangers = np.arange(f.clients, f.clients + f.new_clients)
+    new = [scores["return"] for scores in fleet.score(strangers, 6)] if f.new_clients else None
     cells = []
     for r, run in enumerate(fleet.runs):
         logged = read_lines(run.files.path / "metrics.jsonl") if run.files else run.history

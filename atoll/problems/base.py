@@ -3,9 +3,9 @@
 Algorithms know nothing else, so each serves classification, reinforcement learning and your own problem alike.
 
 `collect` speaks of a whole cohort, because gathering experience may mean one big simulation; the other methods speak
-of one client and are mapped over the cohort by the engine. Where `outside` is set, `collect` is not traced: the engine
-calls it between compiled programs with arrays, and it may do anything, such as run a physics engine. A problem is a JAX pytree: its arrays are arguments of the
-compiled program, never constants inside it.
+of one client and are mapped over the cohort by the engine. A problem is a JAX pytree: its arrays are arguments of the
+compiled program, never constants inside it. Where `outside` is set, `collect` is not traced: the engine calls it
+between compiled programs with arrays, and it may do anything, such as run a physics engine.
 """
 
 from typing import Any, Literal, Protocol

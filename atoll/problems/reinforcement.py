@@ -74,6 +74,11 @@ class ReinforcementProblem:
 
     def collect(self, params: Params, clients: Any, keys: Any, purpose: Purpose) -> Experience | Returns:
         """Let every client act; clients are [C], or [R, C] of many runs, and all of them act at once."""
+        rollout = self.sampler.rollout(self.policy, *self.rows(params, clients, keys, purpose))
+        return self.gathered(rollout, np.shape(clients), purpose)
+
+    def rows(self, params: Params, clients: Any, keys: Any, purpose: Purpose) -> tuple[Params, Any, Any]:
+        """What a sampler needs: parameters, tasks and keys, one row per client and batch of episodes."""
         lead = np.shape(clients)
         by_run = len(lead) > 1 and self.tasks.ndim > 1  # else the runs' clients have the same tasks
         tasks = jnp.take_along_axis(self.tasks, jnp.asarray(clients), 1) if by_run else self.tasks[clients]
@@ -86,7 +91,10 @@ class ReinforcementProblem:
         keys = keys.reshape(-1)
         if repeat > 1:
             keys = jax.vmap(lambda key: jax.random.split(key, repeat))(keys).reshape(-1)
-        rollout = self.sampler.rollout(self.policy, jax.tree.map(rows, params), rows(tasks), keys)
+        return jax.tree.map(rows, params), rows(tasks), keys
+
+    def gathered(self, rollout: Rollout, lead: tuple[int, ...], purpose: Purpose) -> Experience | Returns:
+        """What the sampler's rows [N, E, H, ...] mean to clients [C] or [R, C]: `lead` is the shape of these."""
         rollout = jax.tree.map(lambda leaf: leaf.reshape(*lead, -1, *leaf.shape[2:]), rollout)
         if purpose == "score":
             return Returns(rollout.reward.sum(-1), rollout.alive.sum(-1))

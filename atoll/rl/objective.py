@@ -71,7 +71,10 @@ class LinearBaseline:
         middle = jnp.sum(returns * alive) / count
         y = ((returns - middle) * alive).reshape(-1)
         highest = jax.lax.Precision.HIGHEST
-        gram = jnp.matmul(x.T, x, precision=highest) / count + self.ridge * jnp.eye(x.shape[1])
+        gram = jnp.matmul(x.T, x, precision=highest) / count
+        # Eigenvalues of a rounded matrix are off by as much as its trace times epsilon: an ant's would be negative.
+        ridge = self.ridge + 8 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
+        gram += ridge * jnp.eye(x.shape[1])
         moment = jnp.matmul(x.T, y, precision=highest) / count
         solution = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(gram), moment)
         return jnp.matmul(x, solution, precision=highest).reshape(returns.shape) + middle
