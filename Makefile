@@ -5,8 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test setup lint bench clean
 
 demo: setup
-	$(BIN)/atoll compare glyphs --algorithms meta,fedavg --name demo
-	@echo "The picture: runs/demo/curves.png"
+	$(BIN)/atoll demo
 
 test: setup
 	$(BIN)/pytest

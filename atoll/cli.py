@@ -139,6 +139,37 @@ def compare_command(arguments: list[str]) -> int:
     return 0
 
 
+def demo_command(arguments: list[str]) -> int:
+    """A first look: cheetahs learn to run their own way; curves and a film: atoll demo [--runs-dir DIR]."""
+    options = _parse(Where, Where(), arguments, "atoll demo")
+    directory = options.runs_dir / (options.name or _free_name(options.runs_dir, "demo"))
+    federation = recipe("fmrl/demo").federation
+    _console.print(f"{escape(str(directory))}: {_describe(federation)}")
+    code = _train(federation.start(directory, _engine(options.devices)), options.checkpoint_every)
+    return code or report_command([str(directory)]) or film_command([str(directory)])
+
+
+def film_command(arguments: list[str]) -> int:
+    """A film of one shared policy and of two clients' own: atoll film DIR [--steps N] [--out FILE.gif]."""
+    from .report.film import film
+
+    directory, rest = _positional(arguments, "a run's directory")
+    out, rest = _option(rest, "--out")
+    steps, rest = _option(rest, "--steps")
+    if rest:
+        raise unknown("option", rest[0], ["--out", "--steps"])
+    if steps is not None and not steps.isdigit():
+        raise AtollError(f"--steps is {steps}; give a number of adaptation steps")
+    if not Path(directory).is_dir():
+        raise AtollError(f"{directory} is no run; give the directory that `atoll run` made")
+    run = Run.resume(directory)
+    try:
+        print(film(run, Path(out or f"{directory}/film.gif"), int(steps or 1)))
+    finally:
+        run.close()
+    return 0
+
+
 def report_command(arguments: list[str]) -> int:
     """Curves and a table of runs: atoll report DIR [DIR ...] [--out FOLDER]."""
     from .report.report import report
@@ -221,11 +252,13 @@ def list_command(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "demo": demo_command,
     "list": list_command,
     "run": run_command,
     "resume": resume_command,
     "compare": compare_command,
     "report": report_command,
+    "film": film_command,
     "partition": partition_command,
     "reproduce": reproduce_command,
 }

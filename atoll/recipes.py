@@ -70,7 +70,25 @@ def _fmrl(task: str, words: str, eta: float, lam: float) -> Recipe:
     )
 
 
+def _demo() -> Recipe:
+    """FMRL small enough for a first look."""
+    full = _fmrl("cheetah-dir", "", 0.001, 0.95)
+    return Recipe(
+        "FMRL in two minutes on a laptop: 20 cheetahs that run forwards or backwards",
+        dataclasses.replace(
+            full.federation,
+            problem=Locomotion("cheetah-dir", "rllab"),
+            clients=20,
+            cohort=10,
+            rounds=30,
+            evaluation=Evaluation(every=10, steps=1, rate=0.1, clients=10),
+        ),
+        full.rivals,
+    )
+
+
 RECIPES: dict[str, Recipe] = {
+    "fmrl/demo": _demo(),
     "fmrl/cheetah-dir": _fmrl("cheetah-dir", "cheetahs that run forwards or backwards", 0.0005, 0.95),
     "fmrl/cheetah-vel": _fmrl("cheetah-vel", "cheetahs with speeds of their own", 0.001, 1.0),
     "fmrl/ant-dir": _fmrl("ant-dir", "ants that walk forwards or backwards", 0.001, 0.95),

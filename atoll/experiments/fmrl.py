@@ -59,7 +59,7 @@ class Item:
     """Settings of every item."""
 
     scale: Literal["quick", "paper"] = "quick"
-    """paper: 200 clients, 500 rounds, 5 seeds; quick: 20 clients, 60 rounds, 2 seeds and shorter episodes"""
+    """paper: 200 clients, 500 rounds, 5 seeds; quick: 20 clients, 40 rounds, 2 seeds, rllab's dynamics"""
     environments: tuple[str, ...] = ("cheetah-dir",)
     """which of cheetah-dir, cheetah-vel, ant-dir, ant-vel"""
     methods: tuple[str, ...] = tuple(METHODS)
@@ -107,14 +107,11 @@ class Item:
         sampler: Literal["native", "warp"] = "native" if jax.default_backend() == "cpu" else "warp"
         problem = dataclasses.replace(f.problem, sampler=sampler)
         if self.scale == "quick":
-            problem = dataclasses.replace(problem, dynamics="rllab", episodes=10, horizon=100)
-            changes = {
-                "server": FedAdam(0.003), "clients": 20, "cohort": 10, "rounds": 60, "new_clients": 10,
-                "evaluation": Evaluation(every=10, steps=3, rate=0.1, later=0.5),
-            } | changes  # fmt: skip
+            problem = dataclasses.replace(problem, dynamics="rllab")
+            size: dict[str, Any] = {"clients": 20, "cohort": 10, "rounds": 40, "new_clients": 4}
+            changes = size | {"server": FedAdam(0.001), "evaluation": _evaluation(every=20, clients=10)} | changes
         else:
-            often = Evaluation(every=50, steps=3, rate=0.1, later=0.5, clients=20)  # the last one scores all clients
-            changes = {"new_clients": 40, "evaluation": often} | changes
+            changes = {"new_clients": 40, "evaluation": _evaluation(every=50, clients=20)} | changes
         problem = dataclasses.replace(problem, dynamics=self.dynamics or problem.dynamics)
         f = dataclasses.replace(f, problem=problem, **changes)
         return f if self.rounds is None else dataclasses.replace(f, rounds=self.rounds)
@@ -345,6 +342,11 @@ class PrivacyCurve(Item):
 
 
 _CLIP = 0.003  # about the size of an honest client's update
+
+
+def _evaluation(every: int, clients: int) -> Evaluation:
+    """Along the way a few clients are scored; at the end all are."""
+    return Evaluation(every=every, steps=3, rate=0.1, later=0.5, clients=clients)
 
 
 def _batches(jobs: dict[tuple[str, str, int], Federation], size: int) -> Iterator[list[tuple[str, str, int]]]:

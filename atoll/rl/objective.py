@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ..errors import require
@@ -73,7 +74,7 @@ class LinearBaseline:
         highest = jax.lax.Precision.HIGHEST
         gram = jnp.matmul(x.T, x, precision=highest) / count
         # Eigenvalues of a rounded matrix are off by as much as its trace times epsilon: an ant's would be negative.
-        ridge = self.ridge + 8 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
+        ridge = self.ridge + 8 * float(np.finfo(gram.dtype).eps) * jnp.trace(gram)
         gram += ridge * jnp.eye(x.shape[1])
         moment = jnp.matmul(x.T, y, precision=highest) / count
         solution = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(gram), moment)

@@ -99,7 +99,7 @@ class Gaussian(Network):
     def init(self, key: jax.Array, inputs: int, outputs: int) -> Params:
         """The network, with log-deviations in its head."""
         params = super().init(key, inputs, outputs)
-        params["head"]["log_std"] = jnp.full(outputs, math.log(self.std))
+        params["head"]["log_std"] = jnp.full_like(params["head"]["b"], math.log(self.std))
         return params
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...], outputs: int) -> np.ndarray:
