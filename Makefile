@@ -19,6 +19,7 @@ lint: setup
 bench: setup
 	@test -x .venv-bench/bin/python || ($(PYTHON) -m venv .venv-bench && .venv-bench/bin/pip install -q torch==2.13.0 numpy)
 	$(BIN)/python benchmarks/speed.py --torch .venv-bench/bin/python
+	$(BIN)/python benchmarks/sampling.py
 
 setup: .venv/ready
 

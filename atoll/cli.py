@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .algorithms import ALGORITHMS
 from .engines.local import LocalEngine
 from .errors import AtollError, unknown
-from .experiments.cells import cores
 from .federation import Federation, Record, Run, Watcher
+from .machine import cores
 from .problems import PROBLEMS
 from .problems.data import DATASETS
 from .problems.models import MODELS

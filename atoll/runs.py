@@ -259,7 +259,8 @@ def _scalars(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, flo
             found += _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, list):
             if prefix:  # scores after 0, 1, ... steps; a list at the top level holds client ids
-                found += [(f"{prefix}{name}/{step}", float(item)) for step, item in enumerate(value)]
+                steps = [(step, item) for step, item in enumerate(value) if item is not None]
+                found += [(f"{prefix}{name}/{step}", float(item)) for step, item in steps]
         elif isinstance(value, int | float) and name != "round":
             found.append((prefix + name, float(value)))
     return found

@@ -8,24 +8,24 @@ import os
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX starts its threads, and for every child
 
-import argparse  # noqa: E402
-import itertools  # noqa: E402
-import json  # noqa: E402
-import platform  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from functools import partial  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import itertools
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-import atoll  # noqa: E402
-from atoll.problems.data import Dataset  # noqa: E402
+import atoll
+from atoll.problems.data import Dataset
 
 CLIENTS, BATCH, RATE = 10, 10, 0.01
 SPECS = {"mlp": "mlp(widths=(128,), activation=relu)", "cnn": "cnn(dropout=0.2)"}

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import atoll
 from atoll.rl import native
 from atoll.rl.bodies import DYNAMICS, TASKS, TORSO, World
 from atoll.rl.native import NativeSampler
-from atoll.rl.objective import NetworkBaseline, Objective, Rollout
+from atoll.rl.objective import LinearBaseline, NetworkBaseline, Objective, Rollout
 from atoll.rl.policies import Gaussian
 
 TINY: dict[str, Any] = {"episodes": 2, "horizon": 10, "policy": "gaussian(widths=(8,))"}
@@ -129,6 +129,25 @@ def test_episodes_start_where_the_originals_do(task: str, dynamics: Any, seconds
     np.testing.assert_allclose(qvel.std(0), 0.1, rtol=0.06)
 
 
+def test_models_are_those_of_the_originals() -> None:
+    """rllab's and Gymnasium's cheetah are one model; their ants differ in time step and softness of contacts."""
+    models = {name: World(*name).model for name in [(task, way) for task in TASKS for way in DYNAMICS]}
+    for (task, dynamics), model in models.items():
+        ant, rllab = task.startswith("ant"), dynamics == "rllab"
+        assert model.opt.timestep == (0.02 if ant and rllab else 0.01)
+        integrators = mujoco.mjtIntegrator
+        assert model.opt.integrator == (integrators.mjINT_RK4 if ant else integrators.mjINT_EULER)
+        np.testing.assert_allclose(model.geom_solref, [[0.02, 1]] * model.ngeom)
+        softness = [0.8, 0.8, 0.01] if ant and rllab else [0.9, 0.95, 0.001] if ant else [0, 0.8, 0.01]
+        np.testing.assert_allclose(model.geom_solimp[:, :3], [softness] * model.ngeom)
+        np.testing.assert_array_equal(model.actuator_ctrlrange, [[-1, 1]] * model.nu)
+        gear = [150] * 8 if ant else [120, 90, 60, 120, 60, 30]
+        np.testing.assert_array_equal(model.actuator_gear[:, 0], gear)
+        if not ant:
+            assert model.body_mass.sum() == pytest.approx(14)
+            assert model.body_subtreemass[TORSO] == pytest.approx(14)
+
+
 def test_an_ant_counts_until_it_falls_and_the_step_that_ends_it_still_does() -> None:
     world = World("ant-vel", "gym")
     params, keys = _small(world, 3), jax.random.split(jax.random.key(0), 3)
@@ -145,12 +164,16 @@ def test_an_ant_counts_until_it_falls_and_the_step_that_ends_it_still_does() -> 
     assert not rollout.reward[rollout.alive == 0].any()
 
 
-@cache
-def _fresh(body: str, policies: int) -> Any:
-    """Parameters [policies, ...] of fresh policies."""
-    world = World(f"{body}-dir")
-    init = jax.jit(jax.vmap(lambda key: Gaussian().init(key, world.observations, world.actions)))
-    return jax.tree.map(np.asarray, init(jax.random.split(jax.random.key(1), policies)))
+def _fresh(world: World, policies: int) -> Any:
+    """Policies [policies, ...] as they are before training: Glorot weights, no biases, deviation 1."""
+    rng = np.random.default_rng(1)
+
+    def leaf(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        bound = np.sqrt(6 / sum(shape.shape)) if len(shape.shape) == 2 else 0.0
+        return rng.uniform(-bound, bound, (policies, *shape.shape)).astype(np.float32)
+
+    init = partial(Gaussian().init, inputs=world.observations, outputs=world.actions)
+    return jax.tree.map(leaf, jax.eval_shape(init, jax.random.key(0)))
 
 
 @pytest.mark.parametrize(
@@ -163,12 +186,12 @@ def test_fresh_policies_return_what_others_measured(task: str, expected: float, 
     Every policy is played twice, with the same luck, at tasks that mirror each other, so that the draw of tasks, by far
     the largest part of the variance, adds nothing to the error.
     """
-    world, policies = World(task, "rllab"), 72
+    world, policies = World(task, "rllab"), 100
     luck = (np.random.default_rng(0).permutation(policies) + 0.5) / policies
     mirrored = [np.ones(policies), -np.ones(policies)] if world.directed else [luck, 1 - luck]
     tasks = np.concatenate(mirrored) * (1 if world.directed else world.fastest)
     keys = jax.random.split(jax.random.key(2), policies)[np.arange(2 * policies) % policies]
-    params = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), _fresh(task[:-4], policies))
+    params = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), _fresh(world, policies))
     rollout = NativeSampler(world, 1, 200).rollout(Gaussian(), params, tasks, keys)
     by_policy = rollout.reward.sum(-1).reshape(2, policies).mean(0)
     assert 4 * by_policy.std(ddof=1) / np.sqrt(policies) < tolerance
@@ -223,6 +246,23 @@ def test_a_key_is_all_of_a_clients_luck() -> None:
     assert not (first.action == other.action).any()
     starts = first.obs[:, :, 0, 0].ravel()
     assert len(np.unique(starts)) == len(starts)  # neither clients nor episodes share it
+
+
+def test_the_linear_baseline_bears_what_ants_see() -> None:
+    """Rounding leaves the Gram matrix of every third of these batches with eigenvalues below -1e-5, the ridge."""
+    world, clients = World("ant-vel", "rllab"), 8
+    keys = jax.random.split(jax.random.key(1), clients)
+    rollout = NativeSampler(world, 20, 100).rollout(
+        Gaussian(), _fresh(world, clients), world.draw_tasks(clients, 0), keys
+    )
+    returns = np.cumsum(rollout.reward[..., ::-1], -1)[..., ::-1]
+    fit = jax.jit(lambda rollout, returns: LinearBaseline().fit(rollout, returns, rollout.alive))
+    for client in range(clients):
+        found = np.asarray(fit(jax.tree.map(lambda leaf, i=client: leaf[i], rollout), returns[client]))
+        assert np.isfinite(found).all()
+        counted = rollout.alive[client] > 0
+        error = np.mean((found - returns[client])[counted] ** 2)
+        assert error < 0.8 * np.var(returns[client][counted])
 
 
 # Tasks

@@ -13,13 +13,10 @@ import jax
 import numpy as np
 from scipy import stats
 
+from ..machine import cores
+
 Cell = dict[str, Any]
 Track = Callable[[int, int, str], None]
-
-
-def cores() -> list[int]:
-    """CPU cores this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def run_cells(jobs: Mapping[str, Callable[[], Cell | None]], folder: Path, track: Track, workers: int) -> bool:

@@ -19,8 +19,9 @@ from ..algorithms import Algorithm, FedAvg, Meta
 from ..algorithms.meta import Order
 from ..errors import require
 from ..federation import Evaluation, Federation
+from ..machine import cores
 from ..problems import Classification
-from .cells import Cell, Track, cores, interval, read_cells, run_cells, verdict
+from .cells import Cell, Track, interval, read_cells, run_cells, verdict
 
 METHODS: dict[str, Order | None] = {"FedAvg": None, "FO": "first", "HF": "hessian-free", "exact": "exact"}
 TAUS, ALPHAS, SCALINGS, BETA = (4, 10), (0.001, 0.01), ("unit", "standard"), 0.001

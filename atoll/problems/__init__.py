@@ -5,11 +5,13 @@ from typing import Any
 from .base import Problem, ProblemSettings
 from .classification import Classification
 from .data import from_folder, from_mapping
+from .gymnasium import Gym
 from .locomotion import Locomotion
 from .quadratic import Quadratic
 
 PROBLEMS: dict[str, type[Any]] = {
     "classification": Classification,
+    "gym": Gym,
     "locomotion": Locomotion,
     "quadratic": Quadratic,
 }
@@ -17,6 +19,7 @@ PROBLEMS: dict[str, type[Any]] = {
 __all__ = [
     "PROBLEMS",
     "Classification",
+    "Gym",
     "Locomotion",
     "Problem",
     "ProblemSettings",

@@ -6,7 +6,6 @@ on its parameters, task and key alone.
 """
 
 import dataclasses
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -17,22 +16,18 @@ import mujoco
 import numpy as np
 from mujoco.batch import Batch
 
+from ..machine import cores
 from ..problems.base import Params
 from .bodies import TORSO, Physics, World
 from .objective import Rollout
 from .policies import Policy
 
-_SIMULATIONS = 100  # of a group: enough that Python's share is small, few enough to stay in the cache
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_SIMULATIONS = 400  # of a group at most: Python's share is small, and their state still fits a core's cache
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), "atoll-sampler")
+    return ThreadPoolExecutor(len(cores()), "atoll-sampler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +42,7 @@ class NativeSampler:
         """Experience [N, E, H, ...] of clients with params [N, ...], tasks [N] and keys [N]."""
         params, tasks = jax.tree.map(np.asarray, params), np.asarray(tasks)
         words = np.asarray(jax.random.key_data(keys))
-        size = max(1, _SIMULATIONS // self.episodes)
+        size = max(1, min(_SIMULATIONS // self.episodes, -(-len(tasks) // len(cores()))))
         out = self._empty(len(tasks))
         groups = [slice(i, min(i + size, len(tasks))) for i in range(0, len(tasks), size)]
 

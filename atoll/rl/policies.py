@@ -52,7 +52,9 @@ def _glorot(key: jax.Array, inputs: int, outputs: int) -> Params:
 
 
 def _affine(x: Any, layer: Params) -> Any:
-    return x @ layer["w"] + layer["b"][..., None, :]
+    x = x @ layer["w"]
+    x += layer["b"][..., None, :]  # in place where the arrays are NumPy's
+    return x
 
 
 @settings
@@ -81,7 +83,8 @@ class Network:
         xp = _namespace(x)
         for layer in params["body"]:
             x = _affine(x, layer)
-            x = xp.maximum(x, 0) if self.activation == "relu" else xp.tanh(x)
+            in_place = {"out": x} if xp is np else {}
+            x = xp.maximum(x, 0, **in_place) if self.activation == "relu" else xp.tanh(x, **in_place)
         return _affine(x, params["head"])
 
 
