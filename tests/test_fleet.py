@@ -1,0 +1,79 @@
+"""Many runs as one batch: every run gets the very numbers it would have had alone."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import atoll
+from atoll.errors import AtollError
+from atoll.fleet import Fleet
+
+RUNNING = atoll.Federation(
+    atoll.Locomotion("cheetah-dir", "rllab", episodes=2, horizon=10, policy="gaussian(widths=(8,))"),
+    atoll.Meta(alpha=0.1, beta=0.001, steps=2),
+    atoll.FedAdam(0.001),
+    clients=6,
+    cohort=4,
+    rounds=2,
+    evaluation=atoll.Evaluation(every=2, rate=0.1),
+)
+BOWLS = atoll.Federation(atoll.Quadratic(noise=0.3), atoll.FedAvg(steps=2), clients=6, cohort=4, rounds=4)
+
+
+def _alike(alone: atoll.Run, together: atoll.Run) -> None:
+    assert alone.history == together.history
+    for a, b in zip(jax.tree.leaves(alone.params), jax.tree.leaves(together.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_seeds_settings_and_algorithms_are_one_batch() -> None:
+    """Two runs differ in numbers; Ditto keeps something at the clients; FedAvg gathers twice as much at a time."""
+    twice = dataclasses.replace(RUNNING.problem, batches=2)  # type: ignore[type-var]
+    other = atoll.Meta(alpha=0.05, beta=0.002, steps=2)
+    federations = [
+        RUNNING,
+        dataclasses.replace(RUNNING, algorithm=atoll.Ditto(steps=2, personal_steps=2)),
+        dataclasses.replace(RUNNING, seed=3, algorithm=other, server=atoll.FedAdam(0.01)),
+        dataclasses.replace(RUNNING, algorithm=atoll.FedAvg(steps=2), problem=twice, seed=1),
+    ]
+    fleet = Fleet([f.start() for f in federations])
+    records: list[int] = []
+    fleet.advance(lambda found: records.append(len(found)))
+    assert set(records) == {4}
+    for federation, run in zip(federations, fleet.runs, strict=True):
+        _alike(federation.run(), run)
+
+
+def test_problems_without_a_sampler_are_one_batch_too() -> None:
+    federations = [dataclasses.replace(BOWLS, seed=s, algorithm=atoll.FedAvg(r, 2)) for s, r in ((0, 0.1), (5, 0.2))]
+    fleet = Fleet([f.start() for f in federations])
+    fleet.advance()
+    for federation, run in zip(federations, fleet.runs, strict=True):
+        _alike(federation.run(), run)
+
+
+def test_a_fleet_goes_on_from_its_runs_checkpoints(tmp_path: Path) -> None:
+    federations = [dataclasses.replace(BOWLS, seed=seed) for seed in (0, 1)]
+    first = Fleet([f.start(tmp_path / str(f.seed)) for f in federations])
+    for _ in range(2):
+        first.step()
+    first.checkpoint()
+    for run in first.runs:
+        run.close()
+    second = Fleet([atoll.Run.resume(tmp_path / str(f.seed)) for f in federations])
+    assert second.round == 2
+    second.advance()
+    for federation, run in zip(federations, second.runs, strict=True):
+        run.close()
+        for a, b in zip(jax.tree.leaves(federation.run().params), jax.tree.leaves(run.params), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_runs_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(AtollError, match="cohort is 4 in one run of the fleet and 3 in another"):
+        Fleet([BOWLS.start(), dataclasses.replace(BOWLS, cohort=3).start()])
+    with pytest.raises(AtollError, match="at least 1 run"):
+        Fleet([])
