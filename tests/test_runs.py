@@ -44,12 +44,12 @@ def test_resuming_gives_the_very_numbers_of_a_run_never_stopped(tmp_path: Path) 
     # A run of 5 rounds scores its last model; one that is merely stopped after 5 does not: stop it by hand.
     run = _federation().start(tmp_path / "stopped")
     run.note(run.evaluate())
-    run._checkpoint()
+    run.checkpoint()
     for _ in range(5):
         run.note(run.step())
         if run.round == 4:
             run.note(run.evaluate())
-        run._checkpoint()
+        run.checkpoint()
     run.close()
     resumed = atoll.Run.resume(tmp_path / "stopped")
     assert resumed.round == 5
@@ -123,7 +123,7 @@ def test_stopped_before_the_end_of_round_one_nothing_is_logged_twice(tmp_path: P
     run = _federation().start(tmp_path / "run")
     run.note(run.evaluate())
     if checkpointed:
-        run._checkpoint()
+        run.checkpoint()
     run.close()
     again = atoll.Run.resume(tmp_path / "run")
     again.advance()
