@@ -22,6 +22,7 @@ from .algorithms import (
 from .engines.local import LocalEngine
 from .errors import AtollError
 from .federation import Evaluation, Federation, Run
+from .fleet import Fleet
 from .problems import PROBLEMS, Classification, Gym, Locomotion, Quadratic, from_folder, from_mapping
 from .server import OPTIMIZERS, WEIGHTINGS, FedAdam, Server
 from .version import __version__
@@ -42,6 +43,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "Federation",
+    "Fleet",
     "Gym",
     "LocalEngine",
     "LocalOnly",

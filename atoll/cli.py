@@ -1,6 +1,9 @@
 """The command `atoll`."""
 
 import dataclasses
+import itertools
+import json
+import re
 import sys
 import time
 import warnings
@@ -18,6 +21,7 @@ from .algorithms import ALGORITHMS
 from .engines.local import LocalEngine
 from .errors import AtollError, unknown
 from .federation import Federation, Record, Run, Watcher
+from .fleet import Fleet
 from .machine import cores
 from .problems import PROBLEMS
 from .problems.data import DATASETS
@@ -139,6 +143,71 @@ def compare_command(arguments: list[str]) -> int:
     return 0
 
 
+def sweep_command(arguments: list[str]) -> int:
+    """Many runs as one batch: atoll sweep RECIPE --vary seed=0,1,2 [--vary algorithm.alpha=0.05,0.1] [flags of run]."""
+    from .report.report import report
+
+    name, rest = _positional(arguments, "a recipe", RECIPES)
+    chosen, rest = _option(rest, "--algorithm")
+    varied = []
+    while True:
+        text, rest = _option(rest, "--vary", first=True)
+        if text is None:
+            break
+        setting, equals, values = text.partition("=")
+        if not equals or not values:
+            raise AtollError(f"--vary is {text}; write a setting and its values: --vary seed=0,1,2")
+        varied.append([(setting, value) for value in re.split(r",(?![^(]*\))", values)])
+    if not varied:
+        raise AtollError("name a setting and its values: --vary seed=0,1,2")
+    label, default = _base_federation(name, chosen)
+    options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll sweep {name}")
+    engine = _engine(options.where.devices)
+    folder = options.where.runs_dir / (options.where.name or _free_name(options.where.runs_dir, f"{label}-sweep"))
+    runs = []
+    for combination in itertools.product(*varied):
+        content = options.federation.config()
+        for setting, value in combination:
+            _set(content, setting, value)
+        federation = Federation.from_config(content)
+        path = folder / ",".join(f"{setting}={value}" for setting, value in combination)
+        if (path / "config.json").exists():
+            runs.append(Run.resume(path, federation.rounds, engine))
+        else:
+            runs.append(federation.start(path, engine))
+    _console.print(f"{escape(str(folder))}: {len(runs)} runs, {_describe(runs[0].federation)}")
+    fleet = Fleet(runs)
+    try:
+        with _progress() as progress:
+            watch = _round_tracker(progress, "first of all", runs[0])
+            fleet.advance(lambda records: watch(records[0]), options.where.checkpoint_every)
+    finally:
+        for run in runs:
+            run.close()
+    if fleet.interrupted:
+        _console.print(f"stopped; go on with the same command and --name {escape(folder.name)}")
+        return _INTERRUPTED
+    out, text = report([run.files.path for run in runs if run.files], folder)
+    print(text)
+    print(f"\ncurves: {out / 'curves.png'}")
+    return 0
+
+
+def _set(content: Any, setting: str, value: str) -> None:
+    """Set a dotted name of a config to a value written as text."""
+    *groups, last = setting.replace("-", "_").split(".")
+    for group in groups:
+        if not isinstance(content.get(group), dict):
+            raise unknown("setting", setting, [key for key, item in content.items() if isinstance(item, dict)])
+        content = content[group]
+    if last not in content:
+        raise unknown("setting", last, content)
+    try:
+        content[last] = json.loads(value)
+    except ValueError:
+        content[last] = value
+
+
 def demo_command(arguments: list[str]) -> int:
     """A first look: cheetahs learn to run their own way; curves and a film: atoll demo [--runs-dir DIR]."""
     options = _parse(Where, Where(), arguments, "atoll demo")
@@ -257,6 +326,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": run_command,
     "resume": resume_command,
     "compare": compare_command,
+    "sweep": sweep_command,
     "report": report_command,
     "film": film_command,
     "partition": partition_command,
@@ -309,12 +379,14 @@ def _positional(arguments: list[str], what: str, options: Any = ()) -> tuple[str
     return arguments[0], arguments[1:]
 
 
-def _option(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Take `flag VALUE` or `flag=VALUE` out of `arguments`."""
+def _option(arguments: list[str], flag: str, first: bool = False) -> tuple[str | None, list[str]]:
+    """Take `flag VALUE` or `flag=VALUE` out of `arguments`: all of them and the last one's value, or only the first."""
     rest, value = [], None
     words = iter(arguments)
     for word in words:
-        if word == flag:
+        if first and value is not None:
+            rest.append(word)
+        elif word == flag:
             value = next(words, None)
             if value is None:
                 raise AtollError(f"{flag} needs a value")

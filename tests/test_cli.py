@@ -70,6 +70,25 @@ def test_compare_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) ->
     assert "other settings" in capsys.readouterr().err
 
 
+def test_a_sweep_is_one_batch_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "sweep",
+        *SMALL,
+        "--vary",
+        "seed=0,1",
+        "--vary",
+        "server.optimizer=sgd(1.0),sgd(rate=0.5)",
+        "--name",
+        "s",
+    ]
+    assert cli.main(command) == 0
+    table = capsys.readouterr().out
+    assert table.count("| meta | 3 | seen |") == 4
+    assert "seed=1,server.optimizer=sgd(rate=0.5)" in table
+    assert cli.main([*command, "--rounds", "4"]) == 0
+    assert capsys.readouterr().out.count("| meta | 4 | seen |") == 4
+
+
 def test_a_partition_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["partition", "glyphs", "--problem.partition", "dirichlet(0.1)", "--out", "a/b.png"]) == 0
     assert Path("a/b.png").stat().st_size > 10_000
@@ -79,6 +98,15 @@ def test_a_partition_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["rnu"], "did you mean 'run'"),
+        (["sweep", "glyphs"], "--vary seed=0,1,2"),
+        (["sweep", "glyphs", "--vary", "algorithm.betta=1"], "did you mean 'beta'"),
+        (["sweep", "glyphs", "--vary", "seed"], "write a setting and its values"),
+        (["film", "nowhere"], "is no run"),
+        (["film", ".", "--steps", "many"], "give a number of adaptation steps"),
+        (["run", "fmrl/cheetah-dri"], "did you mean 'fmrl/cheetah-dir'"),
+        (["run", "fmrl/ant-vel", "--problem.horizon", "1"], "horizon is 1"),
+        (["run", "fmrl/ant-vel", "--problem.task", "ant-fly"], "unknown task 'ant-fly'"),
+        (["reproduce", "fmrl/table1", "--environments", "cheetah"], "unknown environment 'cheetah'"),
         (["run"], "name a recipe first"),
         (["run", "per-fedavgg"], "did you mean 'per-fedavg'"),
         (["run", "per-fedavg"], "put train-images-idx3-ubyte.gz"),

@@ -470,3 +470,24 @@ def test_there_is_no_centralised_reference() -> None:
     federation = atoll.Federation(atoll.Locomotion("cheetah-dir", **TINY), atoll.Centralised(), clients=3, cohort=3)
     with pytest.raises(atoll.AtollError, match="data that can be pooled; here clients have tasks instead"):
         federation.start()
+
+
+def test_no_experience_is_used_twice_at_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What adapts and what scores are other episodes, also where the same policy plays them."""
+    federation = atoll.Federation(atoll.Locomotion(**TINY), atoll.Meta(alpha=0.1), clients=3, cohort=2)
+    used: list[bytes] = []
+    rollout = NativeSampler.rollout
+
+    def watched(self: NativeSampler, policy: Any, params: Any, tasks: Any, keys: Any) -> Rollout:
+        used.extend(row.tobytes() for row in np.asarray(jax.random.key_data(keys)))
+        return rollout(self, policy, params, tasks, keys)
+
+    monkeypatch.setattr(NativeSampler, "rollout", watched)
+    federation.start().score(np.arange(3), steps=2)
+    assert len(used) == 3 * 5
+    assert len(set(used)) == len(used)
+
+
+def test_bodies_refuse_discrete_policies() -> None:
+    with pytest.raises(atoll.AtollError, match="policy is categorical, but bodies move continuously"):
+        atoll.Locomotion(policy="categorical").build(2, 0, 0)

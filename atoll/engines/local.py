@@ -2,7 +2,9 @@
 
 The cohort is split over the local devices; on each device its clients run one after another (CPU, where a client's
 model then stays in the cache) or side by side (GPU). Which device a client lands on changes none of its numbers, and
-updates are brought together before they are combined, so the result does not depend on the number of devices.
+updates are brought together before they are combined, so the result does not depend on the number of devices. (One
+exception: with curvature in the meta-gradient, XLA compiles a program for one device and for several differently, and
+the last bits of a float may differ.)
 
 Where a problem gathers its data outside of compiled programs, a round is one program per phase with the gathering in
 between. Many runs of the same form are one batch: whatever differs between them, seeds and numeric settings, then has
@@ -239,10 +241,10 @@ class LocalEngine:
         found = []
         for step in range(steps + 1):
             if scored:
-                data = yield from self._collect(work, models, clients, _EVALUATE, round_, "score", step)
+                data = yield from self._collect(work, models, clients, _EVALUATE, round_, "score", 2 * step)
                 found.append(_program(_score, self, work, (), (), (models, data)))
             if step < steps:
-                data = yield from self._collect(work, models, clients, _EVALUATE, round_, "adapt", step)
+                data = yield from self._collect(work, models, clients, _EVALUATE, round_, "adapt", 2 * step + 1)
                 models = _program(_adapt_once, self, work, by_run, (round_, step), (by_client[0], models, data))
         return jax.tree.map(lambda *columns: jnp.stack(columns, axis=-1), *found) if scored else models
 
@@ -390,12 +392,12 @@ def _adapt_all(
     cohort = Cohort(work.problem, clients, _client_keys(work.seed, _EVALUATE, round_, clients), engine.each)
 
     def score(models: Params, step: int) -> dict[str, jax.Array]:
-        return _score(engine, work, (), (), (models, cohort.collect(models, "score", step)))
+        return _score(engine, work, (), (), (models, cohort.collect(models, "score", 2 * step)))
 
     models = _personal(engine, work, by_run, (), by_client)
     found = [score(models, 0)] if scored else []
     for step in range(steps):
-        data = cohort.collect(models, "adapt", step)
+        data = cohort.collect(models, "adapt", 2 * step + 1)
         models = _adapt_once(engine, work, by_run, (round_, step), (clients, models, data))
         found += [score(models, step + 1)] if scored else []
     return jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *found) if scored else models

@@ -276,7 +276,7 @@ class Fig4(Item):
     def variants(self, environment: str) -> dict[str, Federation]:
         """Paper's Figure 4."""
         clients = self.federation(environment).clients
-        return {f"lambda {s}": self.federation(environment, cohort=round(s * clients)) for s in (0.1, 0.2, 0.3)}
+        return {f"lambda {s}": self.federation(environment, cohort=max(1, round(s * clients))) for s in (0.1, 0.2, 0.3)}
 
 
 class Fig5(Item):

@@ -8,7 +8,7 @@ import tyro
 
 from ..errors import require, unknown
 from ..rl.objective import BASELINES, Baseline, Objective
-from ..rl.policies import POLICIES, Policy
+from ..rl.policies import POLICIES, Gaussian, Policy
 from ..settings import parse_spec, spec
 from .base import ProblemSettings
 from .reinforcement import ReinforcementProblem, Sampler
@@ -68,6 +68,8 @@ class Locomotion(ProblemSettings):
         """Give every client a task; a pure function of the settings and `seed`."""
         from ..rl.bodies import World  # loads MuJoCo, which other problems do without
 
+        policy = parse_spec("policy", POLICIES, self.policy)
+        require(isinstance(policy, Gaussian), f"policy is {self.policy}, but bodies move continuously; use gaussian")
         world = World(self.task, self.dynamics)
         tasks = world.draw_tasks(clients + new_clients, seed)
         if self.speeds is not None:
@@ -77,7 +79,7 @@ class Locomotion(ProblemSettings):
             tasks=jnp.asarray(tasks, jnp.float32),
             objective=self.objective,
             baseline=parse_spec("baseline", BASELINES, self.baseline),
-            policy=parse_spec("policy", POLICIES, self.policy),
+            policy=policy,
             sampler=self._sampler(),
             inputs=world.observations,
             outputs=world.actions,

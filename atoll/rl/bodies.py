@@ -25,13 +25,13 @@ TORSO = 1  # the torso's number among the bodies of either model
 
 
 class Physics(NamedTuple):
-    """What observations and rewards are made of, with any leading axes; all of the same moment."""
+    """What observations and rewards are made of, with any leading axes; of one moment, but for contact."""
 
     qpos: Any  # [nq] positions
     qvel: Any  # [nv] velocities
     com: Any  # [3] centre of mass of the whole body
     speed: Any  # velocity along x that is rewarded
-    contact: Any  # [bodies, 6] external forces; None for the cheetah
+    contact: Any  # [bodies, 6] external forces of the last step of physics, as Gymnasium has them; None for the cheetah
     rotation: Any  # [9] rotation matrix of the torso; None for the cheetah
 
 

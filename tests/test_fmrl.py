@@ -1,0 +1,51 @@
+"""FMRL's items: run on a tiny federation, stop, go on, and show a table beside the paper's."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import atoll
+from atoll.experiments import fmrl
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fmrl.Item.federation
+
+    def tiny(self: fmrl.Item, environment: str, method: str = "FMRL", **changes: Any) -> atoll.Federation:
+        f = whole(self, environment, method, **changes)
+        problem = dataclasses.replace(f.problem, episodes=2, horizon=8, policy="gaussian(widths=(8,))")  # type: ignore[type-var]
+        return dataclasses.replace(f, problem=problem, clients=4, cohort=2, rounds=2, new_clients=2)
+
+    monkeypatch.setattr(fmrl.Item, "federation", tiny)
+
+
+def test_a_table_is_made_once_and_remembered(tmp_path: Path) -> None:
+    item = fmrl.Table1(methods=("FMRL", "FedAvg"), seeds=2, out=tmp_path, together=4)
+    said: list[str] = []
+    assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total}"))
+    assert said[-1] == "8/8"
+    text = item.table()
+    assert "| 1 |" in text
+    assert "*457.02*" in text
+    assert "FMRL beats FedAvg after one step" in text
+    cells = json.loads((item.folder / "methods.json").read_text())
+    assert [(c["label"], c["seed"]) for c in cells] == [("FMRL", 0), ("FMRL", 1), ("FedAvg", 0), ("FedAvg", 1)]
+    assert all(len(c["final"]["seen"]) == 4 and len(c["final"]["new"]) == 7 for c in cells)
+    said.clear()
+    assert item.reproduce(lambda done, total, text: said.append(text))
+    assert said == []
+    assert "new clients" in fmrl.Fig6(methods=("FMRL", "FedAvg"), seeds=2, out=tmp_path).table()
+
+
+def test_every_item_knows_its_federations() -> None:
+    for kind in (fmrl.Fig2, fmrl.Fig3, fmrl.Fig4, fmrl.Fig5, fmrl.Orders, fmrl.PrivacyCurve):
+        for scale in ("quick", "paper"):
+            variants = kind(scale=scale).variants("cheetah-dir")  # type: ignore[arg-type]
+            assert len(variants) >= 3
+            for federation in variants.values():
+                content = json.loads(json.dumps(federation.config()))
+                assert atoll.Federation.from_config(content).config() == content
