@@ -80,7 +80,7 @@ def _demo() -> Recipe:
             problem=Locomotion("cheetah-dir", "rllab"),
             clients=20,
             cohort=10,
-            rounds=30,
+            rounds=50,
             evaluation=Evaluation(every=10, steps=1, rate=0.1, clients=10),
         ),
         full.rivals,

@@ -1,8 +1,6 @@
 """Clients with labelled samples: who adapts on what, who scores on what, and that they learn."""
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -120,13 +118,3 @@ def test_own_arrays_train_and_keep_their_clients() -> None:
         atoll.Federation(problem, atoll.FedAvg(), clients=5, cohort=3).start()
     with pytest.raises(atoll.AtollError, match="arrays cannot be written into a config"):
         atoll.Federation(problem, atoll.FedAvg(), clients=3, cohort=3).config()
-
-
-def test_the_readme_example_runs() -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    space: dict[str, Any] = {}
-    exec(example.replace("rounds=40", "rounds=15"), space)
-    before, after = space["run"].history[-1]["evaluation"]["seen"]["accuracy"]
-    assert after > before
-    assert set(space["mine"]) == {"body", "head"}

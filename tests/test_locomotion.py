@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -491,3 +492,17 @@ def test_no_experience_is_used_twice_at_evaluation(monkeypatch: pytest.MonkeyPat
 def test_bodies_refuse_discrete_policies() -> None:
     with pytest.raises(atoll.AtollError, match="policy is categorical, but bodies move continuously"):
         atoll.Locomotion(policy="categorical").build(2, 0, 0)
+
+
+def test_the_readme_example_runs() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    space: dict[str, Any] = {}
+    small = {"rounds=30": "rounds=1", 'dynamics="rllab"': 'dynamics="rllab", episodes=2, horizon=20'}
+    for whole, part in small.items():
+        assert whole in example
+        example = example.replace(whole, part)
+    exec(example, space)
+    before, after = space["run"].history[-1]["evaluation"]["seen"]["return"]
+    assert np.isfinite([before, after]).all()
+    assert set(space["mine"]) == {"body", "head"}
