@@ -126,7 +126,7 @@ class Item:
             for label, federation in self.variants(environment).items()
             for seed in range(self.seeds or (5 if self.scale == "paper" else 2))
         }
-        missing = {job: f for job, f in jobs.items() if not self._cell(job).exists()}
+        missing = {job: f for job, f in jobs.items() if not self._done(job, f)}
         total = sum(f.rounds for f in jobs.values())
         done = total - sum(f.rounds for f in missing.values())
         size = self.together or (1 if jax.default_backend() == "cpu" else 25)
@@ -158,12 +158,18 @@ class Item:
             done += sum(missing[job].rounds for job in batch)
         return True
 
+    def _done(self, job: tuple[str, str, int], federation: Federation) -> bool:
+        """Whether the job has a result, of as many rounds; a longer run goes on where the shorter one ended."""
+        path = self._cell(job)
+        return path.exists() and json.loads(path.read_text())["curve"][-1][0] == federation.rounds
+
     def _cell(self, job: tuple[str, str, int]) -> Path:
         return self.folder / "cells" / f"{_name(job)}.json"
 
     def _start(self, job: tuple[str, str, int], federation: Federation) -> Run:
         path = self.folder / "runs" / _name(job)
-        return Run.resume(path) if (path / "config.json").exists() else federation.start(path)
+        found = (path / "config.json").exists()
+        return Run.resume(path, federation.rounds) if found else federation.start(path)
 
     def cells(self) -> list[Cell]:
         """All results of this item, in the order of its variants."""
