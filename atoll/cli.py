@@ -27,7 +27,7 @@ from .problems import PROBLEMS
 from .problems.data import DATASETS
 from .problems.models import MODELS
 from .problems.partition import PARTITIONS
-from .recipes import RECIPES, recipe
+from .recipes import RECIPES, recipe, with_budget
 from .runs import RunFiles, main_score
 from .server import OPTIMIZERS, WEIGHTINGS
 from .version import __version__
@@ -118,12 +118,14 @@ def compare_command(arguments: list[str]) -> int:
             f"{own} would set one algorithm of several; train it alone: atoll run {name} --algorithm NAME {own} ..."
         )
     algorithms = wanted.split(",") if wanted else list(ALGORITHMS)
-    federations = {a: recipe(name).with_algorithm(a) for a in algorithms}
-    options = _parse(_RunOptions, _RunOptions(next(iter(federations.values()))), rest, f"atoll compare {name}")
+    base = recipe(name)
+    rivals = {algorithm: base.with_algorithm(algorithm).algorithm for algorithm in algorithms}
+    # Flags speak of the recipe's own algorithm: --problem.batches is what it takes at a time, others in proportion.
+    options = _parse(_RunOptions, _RunOptions(base.federation), rest, f"atoll compare {name}")
     engine = _engine(options.where.devices)
     folder = options.where.runs_dir / (options.where.name or f"{name}-compared")
-    for algorithm, federation in federations.items():
-        settings = dataclasses.replace(options.federation, algorithm=federation.algorithm)
+    for algorithm, rival in rivals.items():
+        settings = with_budget(options.federation, rival)
         path = folder / algorithm
         if (path / "config.json").exists():
             if RunFiles.read_config(path).get("federation") != settings.config():
@@ -407,7 +409,7 @@ def _base_federation(name: str, algorithm: str | None) -> tuple[str, Federation]
             return label, federation
         if algorithm not in ALGORITHMS:
             raise unknown("algorithm", algorithm, ALGORITHMS)
-        return label, dataclasses.replace(federation, algorithm=ALGORITHMS[algorithm]())
+        return label, with_budget(federation, ALGORITHMS[algorithm]())
     found = recipe(name)
     label = name.replace("/", "-")
     return (label, found.federation) if algorithm is None else (f"{label}-{algorithm}", found.with_algorithm(algorithm))

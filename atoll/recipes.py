@@ -5,7 +5,7 @@ import dataclasses
 from .algorithms import ALGORITHMS, Algorithm, Centralised, Ditto, FedAvg, FedProx, FedRep, LocalOnly, Meta, PFedMe
 from .errors import unknown
 from .federation import Evaluation, Federation
-from .problems import Classification, Locomotion
+from .problems import Classification, Gym, Locomotion
 from .rl.objective import Objective
 from .server import FedAdam
 
@@ -25,11 +25,16 @@ class Recipe:
         f = self.federation
         if ALGORITHMS[name] is type(f.algorithm):
             return f
-        rival = self.rivals.get(name) or ALGORITHMS[name]()
-        problem = f.problem
-        if isinstance(problem, Locomotion):  # who gathers less often gathers more at a time: the same budget for all
-            problem = dataclasses.replace(problem, batches=len(f.algorithm.gatherings) // len(rival.gatherings))
-        return dataclasses.replace(f, problem=problem, algorithm=rival)
+        return with_budget(f, self.rivals.get(name) or ALGORITHMS[name]())
+
+
+def with_budget(federation: Federation, algorithm: Algorithm) -> Federation:
+    """The federation with another algorithm; one that gathers experience less often gathers more at a time."""
+    problem = federation.problem
+    if isinstance(problem, Locomotion | Gym):
+        batches = problem.batches * len(federation.algorithm.gatherings) // len(algorithm.gatherings)
+        problem = dataclasses.replace(problem, batches=max(1, batches))
+    return dataclasses.replace(federation, problem=problem, algorithm=algorithm)
 
 
 def _rivals(rate: float, steps: int, cohort: int) -> dict[str, Algorithm]:

@@ -1,5 +1,6 @@
 """The command line: what it says, and that mistakes cost one line and exit code 2."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import atoll
 from atoll import cli
 from atoll.experiments.cells import interval, run_cells, verdict
 from atoll.experiments.per_fedavg import Table1
+from atoll.recipes import with_budget
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +70,24 @@ def test_compare_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) ->
     assert Path("runs/both/meta/metrics.jsonl").read_text() == before
     assert cli.main([*command, "--seed", "1"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_who_gathers_less_often_gathers_more_at_a_time() -> None:
+    def batches(path: str) -> int:
+        return int(json.loads(Path(path, "config.json").read_text())["federation"]["problem"]["batches"])
+
+    small = ["--clients", "2", "--cohort", "2", "--rounds", "0", "--problem.episodes", "1", "--problem.horizon", "4"]
+    compare = ["compare", "fmrl/demo", *small, "--algorithms", "fedavg,meta,ditto"]
+    assert cli.main([*compare, "--name", "c"]) == 0
+    assert [batches(f"runs/c/{name}") for name in ("fedavg", "meta", "ditto")] == [2, 1, 1]
+    assert cli.main([*compare, "--name", "more", "--problem.batches", "3"]) == 0
+    assert [batches(f"runs/more/{name}") for name in ("fedavg", "meta", "ditto")] == [6, 3, 3]
+    assert cli.main(["run", "runs/c/meta", "--algorithm", "fedavg", "--name", "other"]) == 0
+    assert batches("runs/other") == 2
+    gym = atoll.Federation(atoll.Gym("a:b", "a:c", batches=3), atoll.FedAvg())
+    twice = with_budget(gym, atoll.Meta())
+    assert twice.problem == dataclasses.replace(gym.problem, batches=1)  # type: ignore[type-var]
+    assert with_budget(twice, atoll.FedAvg()).problem == dataclasses.replace(gym.problem, batches=2)  # type: ignore[type-var]
 
 
 def test_a_sweep_is_one_batch_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
