@@ -126,13 +126,7 @@ def compare_command(arguments: list[str]) -> int:
     folder = options.where.runs_dir / (options.where.name or f"{name}-compared")
     for algorithm, rival in rivals.items():
         settings = with_budget(options.federation, rival)
-        path = folder / algorithm
-        if (path / "config.json").exists():
-            if RunFiles.read_config(path).get("federation") != settings.config():
-                raise AtollError(f"{path} holds a run with other settings; choose another --name")
-            run = Run.resume(path, engine=engine)
-        else:
-            run = settings.start(path, engine)
+        run = settings.start_or_resume(folder / algorithm, engine)
         if run.round < settings.rounds or not run.round:
             code = _train(run, options.where.checkpoint_every, algorithm, hint=False)
             if code:
@@ -166,20 +160,16 @@ def sweep_command(arguments: list[str]) -> int:
     options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll sweep {name}")
     engine = _engine(options.where.devices)
     folder = options.where.runs_dir / (options.where.name or _free_name(options.where.runs_dir, f"{label}-sweep"))
-    runs = []
-    for combination in itertools.product(*varied):
-        content = options.federation.config()
-        for setting, value in combination:
-            _set(content, setting, value)
-        federation = Federation.from_config(content)
-        path = folder / ",".join(f"{setting}={value}" for setting, value in combination)
-        if (path / "config.json").exists():
-            runs.append(Run.resume(path, federation.rounds, engine))
-        else:
-            runs.append(federation.start(path, engine))
-    _console.print(f"{escape(str(folder))}: {len(runs)} runs, {_describe(runs[0].federation)}")
-    fleet = Fleet(runs)
+    runs: list[Run] = []
     try:
+        for combination in itertools.product(*varied):
+            content = options.federation.config()
+            for setting, value in combination:
+                _set(content, setting, value)
+            path = folder / ",".join(f"{setting}={value}" for setting, value in combination)
+            runs.append(Federation.from_config(content).start_or_resume(path, engine, any_rounds=True))
+        _console.print(f"{escape(str(folder))}: {len(runs)} runs, {_describe(runs[0].federation)}")
+        fleet = Fleet(runs)
         with _progress() as progress:
             watch = _round_tracker(progress, "first of all", runs[0])
             fleet.advance(lambda records: watch(records[0]), options.where.checkpoint_every)

@@ -105,6 +105,22 @@ class Federation:
             run.files = RunFiles.create(Path(directory), config)
         return run
 
+    def start_or_resume(
+        self, directory: str | Path, engine: LocalEngine | None = None, any_rounds: bool = False
+    ) -> "Run":
+        """The run in `directory`, which must have these settings (`any_rounds`: but for its rounds), or a new one."""
+        path = Path(directory)
+        if not (path / "config.json").exists():
+            return self.start(path, engine)
+        found = Federation.from_config(RunFiles.read_config(path).get("federation"))
+        if any_rounds:
+            found = dataclasses.replace(found, rounds=self.rounds)
+        mine, theirs = self.config(), found.config()
+        other = ", ".join(name for name in mine if mine[name] != theirs[name])
+        remedy = "choose another --name or --out, or remove it"
+        require(not other, f"{path} holds a run with other settings ({other}); {remedy}")
+        return Run.resume(path, self.rounds, engine)
+
     def run(
         self,
         rounds: int | None = None,

@@ -69,7 +69,7 @@ def test_compare_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == table
     assert Path("runs/both/meta/metrics.jsonl").read_text() == before
     assert cli.main([*command, "--seed", "1"]) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "runs/both/meta holds a run with other settings (seed); choose another" in capsys.readouterr().err
 
 
 def test_who_gathers_less_often_gathers_more_at_a_time() -> None:
@@ -107,6 +107,8 @@ def test_a_sweep_is_one_batch_and_goes_on(capsys: pytest.CaptureFixture[str]) ->
     assert "seed=1,server.optimizer=sgd(rate=0.5)" in table
     assert cli.main([*command, "--rounds", "4"]) == 0
     assert capsys.readouterr().out.count("| meta | 4 | seen |") == 4
+    assert cli.main([*command, "--rounds", "4", "--clients", "21", "--algorithm.beta", "0.2"]) == 2
+    assert "holds a run with other settings (algorithm, clients); choose another" in capsys.readouterr().err
 
 
 def test_a_partition_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,21 @@ def test_a_table_is_made_once_and_remembered(tmp_path: Path) -> None:
     assert "new clients" in fmrl.Fig6(methods=("FMRL", "FedAvg"), seeds=2, out=tmp_path).table()
 
 
+def test_a_run_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    item = fmrl.Table1(methods=("FMRL",), seeds=1, out=tmp_path)
+    item.federation("cheetah-dir").start(item.folder / "runs" / "cheetah-dir-FMRL-seed0").close()
+    tiny = fmrl.Item.federation
+    monkeypatch.setattr(fmrl.Item, "federation", lambda self, name, method: tiny(self, name, method, dropout=0.5))
+    with pytest.raises(atoll.AtollError, match=r"FMRL-seed0 holds a run with other settings \(dropout\)"):
+        item.reproduce(lambda *_: None)
+
+
+def test_dynamics_have_folders_of_their_own() -> None:
+    ways: tuple[Any, ...] = (None, "gym", "rllab")
+    assert len({fmrl.Table1(dynamics=dynamics).folder for dynamics in ways}) == 3
+    assert fmrl.Table1(dynamics="gym").folder == fmrl.Fig6(dynamics="gym").folder
+
+
 def test_every_item_knows_its_federations() -> None:
     for kind in (fmrl.Fig2, fmrl.Fig3, fmrl.Fig4, fmrl.Fig5, fmrl.Orders, fmrl.PrivacyCurve):
         for scale in ("quick", "paper"):

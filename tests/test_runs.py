@@ -140,6 +140,24 @@ def test_more_rounds_are_remembered(tmp_path: Path) -> None:
     assert run.federation.rounds == 6
 
 
+def test_a_run_is_gone_on_with_only_under_the_same_settings(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    short, long = _federation(rounds=2), _federation(rounds=6)
+    short.start_or_resume(path).close()
+    with pytest.raises(atoll.AtollError, match=r"run holds a run with other settings \(rounds\); choose another"):
+        long.start_or_resume(path)
+    with pytest.raises(atoll.AtollError, match=r"other settings \(algorithm, seed\)"):
+        _federation(atoll.FedAvg(), seed=1).start_or_resume(path, any_rounds=True)
+    run = long.start_or_resume(path, any_rounds=True)
+    run.advance()
+    run.close()
+    again = long.start_or_resume(path)
+    again.close()
+    assert again.round == 6
+    long.run(directory=tmp_path / "whole")
+    assert _files(path) == _files(tmp_path / "whole")
+
+
 def test_a_run_cannot_be_overwritten_or_opened_twice(tmp_path: Path) -> None:
     run = _federation().start(tmp_path / "run")
     with pytest.raises(atoll.AtollError, match="holds a run already"):

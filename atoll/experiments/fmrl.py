@@ -94,7 +94,7 @@ class Item:
     @property
     def folder(self) -> Path:
         """Where this item's results are; items that compare the methods share theirs."""
-        return self.out / f"fmrl-{self.kind}-{self.scale}"
+        return self.out / "-".join(filter(None, ("fmrl", self.kind, self.scale, self.dynamics)))
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """The federations to compare, by what tells them apart."""
@@ -131,10 +131,9 @@ class Item:
         done = total - sum(f.rounds for f in missing.values())
         size = self.together or (1 if jax.default_backend() == "cpu" else 25)
         for batch in _batches(missing, size):
-            runs = [self._start(job, missing[job]) for job in batch]
-            start, before = time.monotonic(), done
+            runs: list[Run] = []
 
-            def watch(records: list[Any], batch: Any = batch, before: int = before) -> None:
+            def watch(records: list[Any], batch: Any = batch, before: int = done) -> None:
                 if "evaluation" in records[0]:
                     shown = ", ".join(" ".join(map(str, job[:2])) for job in batch[:1])
                     returns = np.mean([r["evaluation"]["seen"]["return"] for r in records], 0)
@@ -142,8 +141,12 @@ class Item:
                     text = f"{shown}{more}: return {' → '.join(f'{v:.0f}' for v in returns)}"
                     track(before + len(batch) * records[0]["round"], total, text)
 
-            fleet = Fleet(runs)
             try:
+                for job in batch:
+                    path = self.folder / "runs" / _name(job)
+                    runs.append(missing[job].start_or_resume(path, any_rounds=True))
+                start = time.monotonic()
+                fleet = Fleet(runs)
                 fleet.advance(watch, checkpoint_every=25)
                 if fleet.interrupted:
                     return False
@@ -165,11 +168,6 @@ class Item:
 
     def _cell(self, job: tuple[str, str, int]) -> Path:
         return self.folder / "cells" / f"{_name(job)}.json"
-
-    def _start(self, job: tuple[str, str, int], federation: Federation) -> Run:
-        path = self.folder / "runs" / _name(job)
-        found = (path / "config.json").exists()
-        return Run.resume(path, federation.rounds) if found else federation.start(path)
 
     def cells(self) -> list[Cell]:
         """All results of this item, in the order of its variants."""
