@@ -19,6 +19,7 @@ from .engines.local import (
     LocalEngine,
     Rate,
     RoundReport,
+    T,
     Work,
     complete,
     draw_cohort,
@@ -202,6 +203,11 @@ class Run:
         return run
 
     @property
+    def begun(self) -> bool:
+        """Whether the model before the first round has been scored."""
+        return self.round > 0 or self.restored
+
+    @property
     def params(self) -> Params:
         """The shared model."""
         return self.state.params
@@ -212,20 +218,8 @@ class Run:
         With files, a checkpoint follows every `checkpoint_every` rounds. Ctrl-C ends the training after the current
         round, with a checkpoint; `interrupted` is then True.
         """
-        watch = watch or (lambda record: None)
-        with ctrl_c() as stop:
-            if self.round == 0 and not self.restored:
-                watch(self.note(self.evaluate()))
-                self.checkpoint()
-            while self.round < self.federation.rounds and not stop.is_set():
-                record = self.step()
-                watch(self.note(record))
-                last = self.round == self.federation.rounds
-                if last or self.round % self.federation.evaluation.every == 0:
-                    watch(self.note(self.evaluate()))
-                if last or stop.is_set() or self.round % checkpoint_every == 0:
-                    self.checkpoint()
-        self.interrupted = stop.is_set()
+        step, evaluate = (lambda: self.note(self.step())), (lambda: self.note(self.evaluate()))
+        self.interrupted = train(self, step, evaluate, self.checkpoint, watch, checkpoint_every)
 
     def step(self) -> Record:
         """One round; returns its record."""
@@ -340,6 +334,31 @@ class Run:
         """Save the state, if the run has files."""
         if self.files:
             self.files.save(self.round, self.state, self.store)
+
+
+def train(
+    first: Run,
+    step: Callable[[], T],
+    evaluate: Callable[[], T],
+    checkpoint: Callable[[], None],
+    watch: Callable[[T], None] | None,
+    checkpoint_every: int,
+) -> bool:
+    """Bring `first`, and all that advance with it, up to its number of rounds; True if Ctrl-C ended it before."""
+    watch = watch or (lambda record: None)
+    f = first.federation
+    with ctrl_c() as stop:
+        if not first.begun:
+            watch(evaluate())
+            checkpoint()
+        while first.round < f.rounds and not stop.is_set():
+            watch(step())
+            last = first.round == f.rounds
+            if last or first.round % f.evaluation.every == 0:
+                watch(evaluate())
+            if last or stop.is_set() or first.round % checkpoint_every == 0:
+                checkpoint()
+    return stop.is_set()
 
 
 def _mean(table: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .engines.local import Axes, Gathering, Phases, Rate, T, Work
 from .errors import AtollError, require
-from .federation import EVALUATED_AT_ONCE, Record, Run, ctrl_c
+from .federation import EVALUATED_AT_ONCE, Record, Run, train
 from .problems.base import Data
 from .problems.reinforcement import ReinforcementProblem
 
@@ -100,19 +100,7 @@ class Fleet:
 
         `watch` is given the records of all runs, in the runs' order, after every round and every evaluation.
         """
-        watch = watch or (lambda records: None)
-        rounds, every = self.runs[0].federation.rounds, self.runs[0].federation.evaluation.every
-        with ctrl_c() as stop:
-            if self.round == 0 and not self.runs[0].restored:
-                watch(self.evaluate())
-            while self.round < rounds and not stop.is_set():
-                watch(self.step())
-                last = self.round == rounds
-                if last or self.round % every == 0:
-                    watch(self.evaluate())
-                if last or stop.is_set() or self.round % checkpoint_every == 0:
-                    self.checkpoint()
-        self.interrupted = stop.is_set()
+        self.interrupted = train(self.runs[0], self.step, self.evaluate, self.checkpoint, watch, checkpoint_every)
 
     def step(self) -> list[Record]:
         """One round of all runs; returns their records."""
@@ -222,6 +210,7 @@ def _check_alike(first: Run, run: Run) -> None:
     times = [dataclasses.replace(f.evaluation, rate=None, later=1.0) for f in (a, b)]
     require(times[0] == times[1], "runs of a fleet must be evaluated at the same rounds and with as many steps")
     require(first.round == run.round, f"one run of the fleet is at round {first.round}, another at {run.round}")
+    require(first.begun == run.begun, "one run of the fleet has scores of round 0, another has none; start both anew")
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Many runs as one batch: every run gets the very numbers it would have had alone."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -70,6 +71,18 @@ def test_a_fleet_goes_on_from_its_runs_checkpoints(tmp_path: Path) -> None:
         run.close()
         for a, b in zip(jax.tree.leaves(federation.run().params), jax.tree.leaves(run.params), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_a_fleet_stopped_in_its_first_round_logs_nothing_twice(tmp_path: Path) -> None:
+    for rounds in (0, 1):  # scored and checkpointed, then gone on with
+        federations = [dataclasses.replace(BOWLS, seed=seed, rounds=rounds) for seed in (0, 1)]
+        fleet = Fleet([f.start_or_resume(tmp_path / str(f.seed), any_rounds=True) for f in federations])
+        fleet.advance()
+        for run in fleet.runs:
+            run.close()
+    for federation in federations:
+        lines = (tmp_path / str(federation.seed) / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == federation.run().history
 
 
 def test_runs_that_do_not_fit_together_are_refused() -> None:
