@@ -76,7 +76,7 @@ class RunFiles:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Say what this run is."""
-        _write_atomically(self.path / "config.json", lambda file: file.write(_pretty(config)))
+        write_atomically(self.path / "config.json", _pretty(config))
 
     @staticmethod
     def read_config(path: Path) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     content = buffer.getvalue()[:-2]  # a zip file ends with the length of its comment, here 0
     seal = hashlib.sha256(content).hexdigest().encode()
-    _write_atomically(path, lambda file: file.write(content + len(seal).to_bytes(2, "little") + seal), "wb")
+    write_atomically(path, content + len(seal).to_bytes(2, "little") + seal)
 
 
 def _load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -241,10 +241,10 @@ def _load_arrays(path: Path) -> dict[str, np.ndarray]:
         return dict(archive)
 
 
-def _write_atomically(path: Path, write: Any, mode: str = "w") -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file that is there whole or not at all, whenever the process is killed."""
     unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open(mode) as file:
-        write(file)
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(unfinished, path)
 
 

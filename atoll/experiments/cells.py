@@ -14,6 +14,7 @@ import numpy as np
 from scipy import stats
 
 from ..machine import cores
+from ..runs import write_atomically
 
 Cell = dict[str, Any]
 Track = Callable[[int, int, str], None]
@@ -33,9 +34,7 @@ def run_cells(jobs: Mapping[str, Callable[[], Cell | None]], folder: Path, track
     for name, result in results:
         if result is None:
             return False
-        unfinished = folder / f"{name}.tmp"
-        unfinished.write_text(json.dumps(result))
-        os.replace(unfinished, folder / f"{name}.json")
+        write_atomically(folder / f"{name}.json", json.dumps(result))
         done += 1
         track(done, len(jobs), name)
     return True

@@ -6,7 +6,6 @@ one batch on a GPU. A run that was interrupted goes on from its last checkpoint.
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..fleet import Fleet
 from ..problems import Locomotion
 from ..recipes import recipe
 from ..report.report import COLOURS, read_lines
+from ..runs import write_atomically
 from ..server import FedAdam, Server
 from .cells import Cell, Track, interval, read_cells, verdict
 
@@ -154,7 +154,8 @@ class Item:
                 for job, cell in zip(batch, _cells(fleet), strict=True):
                     environment, label, seed = job
                     about = {"environment": environment, "label": label, "seed": seed}
-                    _write(self._cell(job), about | cell | {"seconds": round(seconds / len(batch), 1)})
+                    cell = about | cell | {"seconds": round(seconds / len(batch), 1)}
+                    write_atomically(self._cell(job), json.dumps(cell))
             finally:
                 for run in runs:
                     run.close()
@@ -387,12 +388,6 @@ def _clients_mean(table: np.ndarray) -> list[float]:
 
 def _short(values: Any) -> list[float]:
     return [float("nan") if v is None else round(float(v), 2) for v in values]
-
-
-def _write(path: Path, cell: Cell) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(cell))
-    os.replace(unfinished, path)
 
 
 def _name(job: tuple[str, str, int]) -> str:
