@@ -29,6 +29,7 @@ from .cells import Cell, Track, interval, read_cells, verdict
 
 ENVIRONMENTS = ("cheetah-dir", "cheetah-vel", "ant-dir", "ant-vel")
 METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}
+_CLIP = 0.003  # about the size of an honest client's update
 
 # The paper's Table 1: mean return on all clients after 0, 1, 2, 3 steps.
 PAPER: dict[str, dict[str, tuple[float, ...]]] = {
@@ -188,11 +189,7 @@ class Item:
 
     def text(self, environment: str, cells: list[Cell]) -> str:
         """Returns after each step, by variant."""
-        steps = len(cells[0]["final"]["seen"])
-        lines = [_title(environment, cells), "", _header(["", *(f"{k} steps" for k in range(steps))])]
-        for label, group in _grouped(cells).items():
-            lines.append(_row([label, *_shown([cell["final"]["seen"] for cell in group])]))
-        return "\n".join(lines)
+        return _by_steps(environment, cells, "seen", "")
 
     def picture(self, cells: list[Cell]) -> Figure:
         """Training curves: the shared policy (dashed) and its clients' own after one step."""
@@ -238,11 +235,7 @@ class Fig6(Table1):
 
     def text(self, environment: str, cells: list[Cell]) -> str:
         """Returns of new clients."""
-        steps = len(cells[0]["final"]["new"])
-        lines = [_title(environment, cells), "", _header(["new clients", *(f"{k} steps" for k in range(steps))])]
-        for label, group in _grouped(cells).items():
-            lines.append(_row([label, *_shown([cell["final"]["new"] for cell in group])]))
-        return "\n".join(lines)
+        return _by_steps(environment, cells, "new", "new clients")
 
     def picture(self, cells: list[Cell]) -> Figure:
         """Return by number of adaptation steps."""
@@ -346,9 +339,6 @@ class PrivacyCurve(Item):
         return canvas
 
 
-_CLIP = 0.003  # about the size of an honest client's update
-
-
 def _evaluation(every: int, clients: int) -> Evaluation:
     """Along the way a few clients are scored; at the end all are."""
     return Evaluation(every=every, steps=3, rate=0.1, later=0.5, clients=clients)
@@ -404,6 +394,15 @@ def _grouped(cells: list[Cell]) -> dict[str, list[Cell]]:
     for cell in cells:
         groups.setdefault(cell["label"], []).append(cell)
     return groups
+
+
+def _by_steps(environment: str, cells: list[Cell], clients: str, corner: str) -> str:
+    """Returns of "seen" or "new" clients after each step, one row per variant."""
+    steps = len(cells[0]["final"][clients])
+    lines = [_title(environment, cells), "", _header([corner, *(f"{k} steps" for k in range(steps))])]
+    for label, group in _grouped(cells).items():
+        lines.append(_row([label, *_shown([cell["final"][clients] for cell in group])]))
+    return "\n".join(lines)
 
 
 def _title(environment: str, cells: list[Cell]) -> str:
