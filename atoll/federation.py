@@ -208,6 +208,11 @@ class Run:
         return self.round > 0 or self.restored
 
     @property
+    def scoring(self) -> Work:
+        """The work with the problem that clients are scored on, which is not the one a pooled algorithm trains on."""
+        return self.work._replace(problem=self.problem)
+
+    @property
     def params(self) -> Params:
         """The shared model."""
         return self.state.params
@@ -287,9 +292,8 @@ class Run:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
         blocks = [clients[i : i + EVALUATED_AT_ONCE] for i in range(0, len(clients), EVALUATED_AT_ONCE)]
         steps = self.federation.evaluation.steps if steps is None else steps
-        scoring = (self.round, steps, self.rate(rate))
-        work = self.work._replace(problem=self.problem)
-        phases = [self.engine.evaluate(work, self.params, block, self.own(block), *scoring) for block in blocks]
+        work, about = self.scoring, (self.round, steps, self.rate(rate))
+        phases = [self.engine.evaluate(work, self.params, block, self.own(block), *about) for block in blocks]
         parts = [complete(block) for block in phases]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -302,9 +306,8 @@ class Run:
         )
         steps = f.evaluation.steps if steps is None else steps
         one = np.array([client])
-        work = self.work._replace(problem=self.problem)
         about = (self.round, steps, self.rate(rate))
-        models = complete(self.engine.personalize(work, self.params, one, self.own(one), *about))
+        models = complete(self.engine.personalize(self.scoring, self.params, one, self.own(one), *about))
         return jax.tree.map(lambda leaf: leaf[0], models)
 
     def close(self) -> None:

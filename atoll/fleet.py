@@ -30,7 +30,8 @@ class Squadron:
         self.runs = list(runs)
         first = runs[0]
         self._training = _placed(first, [run.work for run in runs])
-        self._scoring = _placed(first, [run.work._replace(problem=run.problem) for run in runs])
+        same = all(run.work.problem is run.problem for run in runs)
+        self._scoring = self._training if same else _placed(first, [run.scoring for run in runs])
         self._rule = _stacked([run.rule for run in runs])
         self._state = jax.device_put(_stacked([run.state for run in runs]), first.engine.devices[0])
 
