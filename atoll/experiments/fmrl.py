@@ -23,11 +23,11 @@ from ..fleet import Fleet
 from ..problems import Locomotion
 from ..recipes import recipe
 from ..report.report import COLOURS, read_lines
+from ..rl.bodies import TASKS, Dynamics
 from ..runs import write_atomically
 from ..server import FedAdam, Server
 from .cells import Cell, Track, interval, read_cells, verdict
 
-ENVIRONMENTS = ("cheetah-dir", "cheetah-vel", "ant-dir", "ant-vel")
 METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}
 _CLIP = 0.003  # about the size of an honest client's update
 
@@ -69,7 +69,7 @@ class Item:
     """number of seeds (default: the scale's)"""
     rounds: int | None = None
     """rounds of training (default: the scale's)"""
-    dynamics: Literal["gym", "rllab"] | None = None
+    dynamics: Dynamics | None = None
     """gym or rllab (default: gym at paper scale, rllab, five times faster, at quick scale)"""
     together: int | None = None
     """runs trained as one batch (default: 25 on a GPU, 1 on a CPU, where they would not be faster)"""
@@ -78,8 +78,8 @@ class Item:
 
     def __post_init__(self) -> None:
         for environment in self.environments:
-            if environment not in ENVIRONMENTS:
-                raise unknown("environment", environment, ENVIRONMENTS)
+            if environment not in TASKS:
+                raise unknown("environment", environment, TASKS)
         for method in self.methods:
             if method not in METHODS:
                 raise unknown("method", method, METHODS)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import tyro
 
 from ..errors import require, unknown
+from ..rl.bodies import DYNAMICS, TASKS, Dynamics, World
 from ..rl.objective import BASELINES, Baseline, Objective
 from ..rl.policies import POLICIES, Gaussian, Policy
 from ..settings import parse_spec, spec
 from .base import ProblemSettings
 from .reinforcement import ReinforcementProblem, Sampler
 
-TASKS = ("cheetah-dir", "cheetah-vel", "ant-dir", "ant-vel")
 _SAMPLERS = ("native", "warp")
 
 
@@ -23,7 +23,7 @@ class Locomotion(ProblemSettings):
 
     task: str = "cheetah-dir"
     """cheetah-dir, cheetah-vel, ant-dir or ant-vel"""
-    dynamics: Literal["gym", "rllab"] = "gym"
+    dynamics: Dynamics = "gym"
     """gym: Gymnasium's model, 5 steps of physics an action; rllab: MAML's, 1 step an action"""
     episodes: int = 20
     """episodes in a batch of experience"""
@@ -44,7 +44,7 @@ class Locomotion(ProblemSettings):
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise unknown("task", self.task, TASKS)
-        require(self.dynamics in ("gym", "rllab"), f"dynamics is '{self.dynamics}'; choose gym or rllab")
+        require(self.dynamics in DYNAMICS, f"dynamics is '{self.dynamics}'; choose {' or '.join(DYNAMICS)}")
         if self.sampler not in _SAMPLERS:
             raise unknown("sampler", self.sampler, _SAMPLERS)
         require(self.episodes >= 1, f"episodes is {self.episodes}; a batch needs at least 1")
@@ -66,8 +66,6 @@ class Locomotion(ProblemSettings):
 
     def build(self, clients: int, new_clients: int, seed: int) -> ReinforcementProblem:
         """Give every client a task; a pure function of the settings and `seed`."""
-        from ..rl.bodies import World  # loads MuJoCo, which other problems do without
-
         policy = parse_spec("policy", POLICIES, self.policy)
         require(isinstance(policy, Gaussian), f"policy is {self.policy}, but bodies move continuously; use gaussian")
         world = World(self.task, self.dynamics)
@@ -80,17 +78,14 @@ class Locomotion(ProblemSettings):
             objective=self.objective,
             baseline=parse_spec("baseline", BASELINES, self.baseline),
             policy=policy,
-            sampler=self._sampler(),
+            sampler=self._sampler(world),
             inputs=world.observations,
             outputs=world.actions,
             episode_steps=self.episodes * self.horizon,
             batches=self.batches,
         )
 
-    def _sampler(self) -> Sampler:
-        from ..rl.bodies import World
-
-        world = World(self.task, self.dynamics)
+    def _sampler(self, world: World) -> Sampler:
         if self.sampler == "native":
             from ..rl.native import NativeSampler
 

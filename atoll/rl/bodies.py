@@ -11,15 +11,17 @@ import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-import mujoco
 import numpy as np
 
 from ..settings import settings
 
+if TYPE_CHECKING:
+    import mujoco
+
 Dynamics = Literal["gym", "rllab"]
-DYNAMICS = ("gym", "rllab")
+DYNAMICS: tuple[Dynamics, ...] = get_args(Dynamics)
 TASKS = ("cheetah-dir", "cheetah-vel", "ant-dir", "ant-vel")
 TORSO = 1  # the torso's number among the bodies of either model
 
@@ -60,7 +62,7 @@ class World:
         return 3.0 if self.ant else 2.0
 
     @property
-    def model(self) -> mujoco.MjModel:
+    def model(self) -> "mujoco.MjModel":
         """The compiled model, one copy a process."""
         return _model(self.ant, self.dynamics)
 
@@ -135,9 +137,10 @@ class World:
 
 
 @cache
-def _model(ant: bool, dynamics: Dynamics) -> mujoco.MjModel:
+def _model(ant: bool, dynamics: Dynamics) -> "mujoco.MjModel":
     """Gymnasium's model with a sensor for the velocity of the centre of mass, and one that makes forces known."""
     import gymnasium  # only its models are needed, and importing it takes a while
+    import mujoco  # so that other problems do without
 
     path = Path(gymnasium.__file__).parent / "envs/mujoco/assets" / ("ant.xml" if ant else "half_cheetah.xml")
     spec = mujoco.MjSpec.from_string(path.read_text().replace('settotalmass="14"', ""))
