@@ -93,8 +93,7 @@ def resume_command(arguments: list[str]) -> int:
 
     directory, rest = _positional(arguments, "a run's directory")
     options = _parse(Options, Options(), rest, "atoll resume DIR")
-    if not Path(directory).is_dir():
-        raise AtollError(f"{directory} is no run; give the directory that `atoll run` made")
+    _check_run(directory)
     run = Run.resume(directory, options.rounds, _engine(options.how.devices))
     if run.round >= run.federation.rounds:
         run.close()
@@ -221,8 +220,7 @@ def film_command(arguments: list[str]) -> int:
         raise unknown("option", rest[0], ["--out", "--steps"])
     if steps is not None and not steps.isdigit():
         raise AtollError(f"--steps is {steps}; give a number of adaptation steps")
-    if not Path(directory).is_dir():
-        raise AtollError(f"{directory} is no run; give the directory that `atoll run` made")
+    _check_run(directory)
     run = Run.resume(directory)
     try:
         print(film(run, Path(out or f"{directory}/film.gif"), int(steps or 1)))
@@ -369,6 +367,11 @@ def _positional(arguments: list[str], what: str, options: Any = ()) -> tuple[str
         hint = f": {', '.join(options)}" if options else ""
         raise AtollError(f"name {what} first{hint}")
     return arguments[0], arguments[1:]
+
+
+def _check_run(directory: str) -> None:
+    if not Path(directory).is_dir():
+        raise AtollError(f"{directory} is no run; give the directory that `atoll run` made")
 
 
 def _option(arguments: list[str], flag: str, first: bool = False) -> tuple[str | None, list[str]]:
