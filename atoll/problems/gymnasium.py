@@ -20,7 +20,7 @@ from ..rl.objective import BASELINES, Baseline, Objective
 from ..rl.policies import POLICIES, Categorical, Policy
 from ..settings import parse_spec, spec
 from .base import ProblemSettings
-from .reinforcement import ReinforcementProblem
+from .reinforcement import ReinforcementProblem, check_experience
 
 if TYPE_CHECKING:
     from ..rl.gym_sampler import Form
@@ -82,9 +82,7 @@ class Gym(ProblemSettings):
         if not isinstance(self.tasks, str) and not callable(self.tasks):
             tasks = [_plain(task, f"task {i}") for i, task in enumerate(self.tasks)]
             object.__setattr__(self, "tasks", tasks)
-        require(self.episodes >= 1, f"episodes is {self.episodes}; a batch needs at least 1")
-        require(self.batches >= 1, f"batches is {self.batches}; training needs at least 1")
-        require(self.horizon >= 2, f"horizon is {self.horizon}; an episode needs at least 2 steps")
+        check_experience(self.episodes, self.batches, self.horizon)
         count = self.workers if isinstance(self.workers, int) else self._workers().count
         require(count >= 0, f"workers is {self.workers}; it takes at least 1 to play")
 

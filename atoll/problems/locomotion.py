@@ -12,7 +12,7 @@ from ..rl.objective import BASELINES, Baseline, Objective
 from ..rl.policies import POLICIES, Gaussian, Policy
 from ..settings import parse_spec, spec
 from .base import ProblemSettings
-from .reinforcement import ReinforcementProblem, Sampler
+from .reinforcement import ReinforcementProblem, Sampler, check_experience
 
 _SAMPLERS = ("native", "warp")
 
@@ -47,9 +47,7 @@ class Locomotion(ProblemSettings):
         require(self.dynamics in DYNAMICS, f"dynamics is '{self.dynamics}'; choose {' or '.join(DYNAMICS)}")
         if self.sampler not in _SAMPLERS:
             raise unknown("sampler", self.sampler, _SAMPLERS)
-        require(self.episodes >= 1, f"episodes is {self.episodes}; a batch needs at least 1")
-        require(self.batches >= 1, f"batches is {self.batches}; training needs at least 1")
-        require(self.horizon >= 2, f"horizon is {self.horizon}; an episode needs at least 2 steps")
+        check_experience(self.episodes, self.batches, self.horizon)
         if self.speeds is not None:
             require(
                 self.task.endswith("vel"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import AtollError
+from ..errors import AtollError, require
 from ..rl.objective import Baseline, Batch, Objective, Rollout
 from ..rl.policies import Policy
 from .base import Params, Purpose
@@ -125,3 +125,10 @@ class ReinforcementProblem:
     def pooled(self, clients: int) -> "ReinforcementProblem":
         """There is no data to pool."""
         raise AtollError("the centralised reference needs data that can be pooled; here clients have tasks instead")
+
+
+def check_experience(episodes: int, batches: int, horizon: int) -> None:
+    """There must be something to gather."""
+    require(episodes >= 1, f"episodes is {episodes}; a batch needs at least 1")
+    require(batches >= 1, f"batches is {batches}; training needs at least 1")
+    require(horizon >= 2, f"horizon is {horizon}; an episode needs at least 2 steps")
