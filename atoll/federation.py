@@ -16,6 +16,7 @@ import numpy as np
 from .algorithms import ALGORITHMS, Algorithm
 from .engines.local import (
     Faults,
+    Lessons,
     LocalEngine,
     Rate,
     RoundReport,
@@ -83,6 +84,8 @@ class Federation:
     """simulated failures: probability that a client of the cohort never answers"""
     stragglers: float = 0.0
     """simulated failures: probability that a client manages only a random share of its local steps"""
+    measure: bool = False
+    """clients also report their loss before and after training; weightings that need it have them do so anyway"""
     evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
 
     def __post_init__(self) -> None:
@@ -175,7 +178,9 @@ class Run:
         faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
         problem = f.problem.build(f.clients, f.new_clients, f.seed)
         params = init_params(problem, f.seed)
-        self.state = jax.device_put(self.rule.init(params, self._cohort), self.engine.devices[0])
+        state = self.rule.init(params, self._cohort, self._clients, f.seed)
+        self.state = jax.device_put(state, self.engine.devices[0])
+        self._lessons = Lessons(self.engine, self.rule)
         self.store = ClientStore(jax.eval_shape(f.algorithm.init, params))
         self.problem = self.engine.place(problem)
         training = self.engine.place(problem.pooled(f.clients)) if pooled else self.problem
@@ -230,8 +235,10 @@ class Run:
         """One round; returns its record."""
         round_ = self.round + 1
         clients, own = self.invite(round_)
-        phases = self.engine.train(self.work, self.rule, self.state, clients, own, round_)
+        state = self._lessons.taught(self.state)
+        phases = self.engine.train(self.work, self.rule, state, clients, own, round_, self.federation.measure)
         self.state, own, report = complete(phases)
+        self._lessons.begin(self.state)
         return self.finish(clients, own, report)
 
     def invite(self, round_: int) -> tuple[np.ndarray, Params]:
@@ -248,7 +255,7 @@ class Run:
         refused = clients[answered & ~alive].tolist()
         if refused:
             warnings.warn(f"round {round_}: left out clients {refused}, their updates are not finite", stacklevel=2)
-        return {
+        record: Record = {
             "round": round_,
             "train_loss": _number(report.loss),
             "update_norm": _number(report.update_norm),
@@ -256,6 +263,14 @@ class Run:
             "dropped": int((~answered).sum()),
             "refused": refused,
         }
+        if report.notes:
+            record["server"] = {name: _number(value) for name, value in report.notes.items()}
+        if report.before is not None:
+            before = np.asarray(report.before)
+            record["fairness"] = _spread(before[alive])
+            by_client = {"weights": report.weights, "losses": before, "losses_after": report.after}
+            record |= {"clients": clients.tolist()} | {n: _numbers(np.asarray(v)) for n, v in by_client.items()}
+        return record
 
     def evaluate(self) -> Record:
         """Mean scores of training clients and of new ones, before adapting and after each adaptation step."""
@@ -362,6 +377,14 @@ def train(
             if last or stop.is_set() or first.round % checkpoint_every == 0:
                 checkpoint()
     return stop.is_set()
+
+
+def _spread(losses: np.ndarray) -> dict[str, float | None]:
+    """How evenly a model serves clients."""
+    if not len(losses):
+        return {"mean": None, "variance": None, "range": None}
+    numbers = {"mean": losses.mean(), "variance": losses.var(), "range": losses.max() - losses.min()}
+    return {name: _number(value) for name, value in numbers.items()}
 
 
 def _mean(table: np.ndarray) -> np.ndarray:

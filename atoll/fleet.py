@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .engines.local import Axes, Gathering, Phases, Rate, T, Work
+from .engines.local import Axes, Gathering, Lessons, Phases, Rate, T, Work
 from .errors import AtollError, require
 from .federation import EVALUATED_AT_ONCE, Record, Run, train
 from .problems.base import Data
@@ -34,6 +34,7 @@ class Squadron:
         self._scoring = self._training if same else _placed(first, [run.scoring for run in runs])
         self._rule = _stacked([run.rule for run in runs])
         self._state = jax.device_put(_stacked([run.state for run in runs]), first.engine.devices[0])
+        self._lessons = Lessons(self._training[0], self._rule)
 
     def step(self) -> Phases[list[Record]]:
         """One round of all runs; returns their records."""
@@ -43,7 +44,9 @@ class Squadron:
         invited = [run.invite(round_) for run in self.runs]
         clients, own = np.stack([clients for clients, _ in invited]), _stacked([own for _, own in invited])
         engine, work = self._training
-        self._state, own, report = yield from engine.train(work, self._rule, self._state, clients, own, round_)
+        state, measured = self._lessons.taught(self._state), self.runs[0].federation.measure
+        self._state, own, report = yield from engine.train(work, self._rule, state, clients, own, round_, measured)
+        self._lessons.begin(self._state)
         own, report = jax.device_get((own, report))
         return [run.finish(clients[r], _row(own, r), _row(report, r)) for r, run in enumerate(self.runs)]
 
@@ -200,7 +203,7 @@ def _placed(first: Run, works: Sequence[Work]) -> tuple[Any, Work]:
 
 def _form(run: Run) -> Any:
     """Runs of the same form fit into one squadron."""
-    return jax.tree.structure((run.work, run.rule))
+    return jax.tree.structure((run.work, run.rule)), run.federation.measure
 
 
 def _check_alike(first: Run, run: Run) -> None:

@@ -219,7 +219,7 @@ def _walk(dtype: Any = np.float64, spread: float = 0.0) -> tuple[Gaussian, Any, 
     obs = rng.normal(size=(40, 3)).astype(dtype)
     action, log_prob = policy.act(sampler, obs, policy.noise(rng, (40,), 2).astype(dtype))
     advantage = rng.normal(size=40).astype(dtype)
-    batch = Batch(obs, action, log_prob, advantage, dtype(1 / 40), dtype(np.inf))
+    batch = Batch(obs, action, log_prob, advantage, dtype(1 / 40), dtype(np.inf), dtype(0))
     return policy, jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, batch)
 
 
@@ -272,8 +272,12 @@ def test_its_gradient_at_the_policy_that_acted_is_the_policy_gradient(clip: floa
 def test_a_step_that_went_far_enough_no_longer_counts(ratio: float, advantage: float, counts: bool) -> None:
     policy, params, whole = _walk(np.float32)
     now = policy.log_prob(params, whole.obs[:1], whole.action[:1])
-    one = Batch(
-        whole.obs[:1], whole.action[:1], now - np.log(ratio), jnp.array([1.0 * advantage]), jnp.ones(()), jnp.ones(())
+    one = whole._replace(
+        obs=whole.obs[:1],
+        action=whole.action[:1],
+        log_prob=now - np.log(ratio),
+        advantage=jnp.array([1.0 * advantage]),
+        share=jnp.ones(()),
     )
 
     def pull(clip: float) -> float:
@@ -311,7 +315,7 @@ def _tried(sampler: Any) -> Batch:
     arms = jnp.arange(len(ARMS))
     obs = jnp.ones((len(ARMS), 1))
     log_prob = BANDIT.log_prob(sampler, obs, arms)
-    return Batch(obs, arms, log_prob, jnp.exp(log_prob) * ARMS, jnp.asarray(1.0), jnp.asarray(jnp.inf))
+    return Batch(obs, arms, log_prob, jnp.exp(log_prob) * ARMS, jnp.asarray(1.0), jnp.asarray(jnp.inf), jnp.zeros(()))
 
 
 def _by_ratio(params: Any, batch: Batch) -> jax.Array:

@@ -83,13 +83,19 @@ Axes = tuple[bool, ...]  # of many runs: for each leaf of their work, whether it
 
 
 class RoundReport(NamedTuple):
-    """How a round went: scalars, and per client [C] who answered, whose update counted and with what weight."""
+    """How a round went: scalars, and per client [C] who answered, whose update counted and with what weight.
+
+    `before` and `after` are the clients' losses [C], if they were asked for, and `notes` is the weighting's.
+    """
 
     loss: jax.Array
     update_norm: jax.Array
     answered: jax.Array
     alive: jax.Array
     weights: jax.Array
+    before: jax.Array | None
+    after: jax.Array | None
+    notes: dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,13 +192,21 @@ class LocalEngine:
         return jax.tree.map(cut, together)
 
     def train(
-        self, work: Work, rule: ServerRule, state: ServerState, clients: np.ndarray, own: Params, round_: int
+        self,
+        work: Work,
+        rule: ServerRule,
+        state: ServerState,
+        clients: np.ndarray,
+        own: Params,
+        round_: int,
+        measured: bool = False,
     ) -> Phases[tuple[ServerState, Params, RoundReport]]:
         """One round of `clients` [C]: next server state, what each client keeps [C, ...], and a report.
 
         The problem must be placed on the devices; `state` lives on the first. Of many runs everything but the round
-        has a leading axis, the rule too.
+        has a leading axis, the rule too. If `measured`, clients report their losses even if the rule needs none.
         """
+        options = (measured or rule.weighting.informed,)
         shared = self.place(state.params) if len(self.devices) > 1 else state.params
         by_client = self.split((clients, own))
         if work.problem.outside:
@@ -201,9 +215,9 @@ class LocalEngine:
                 models = _program(_behave, self, work, shared, round_, (*by_client, gathered))
                 data = yield from self._collect(work, models, clients, _TRAIN, round_, purpose, tag)
                 gathered = (*gathered, data)
-            done = _program(_learn, self, work, shared, round_, (*by_client, gathered))
+            done = _program(_learn, self, work, shared, round_, (*by_client, gathered), options)
         else:
-            done = _program(_train, self, work, shared, round_, by_client)
+            done = _program(_train, self, work, shared, round_, by_client, options)
         trained, reports, answered = self.gather(done, clients.shape[-1])
         state, report = _serve(self, rule, state, trained, reports, answered, work.seed, round_)
         return state, trained.own, report
@@ -331,26 +345,40 @@ def _digest(engine: LocalEngine, work: Work, by_run: Any, now: Any, data: Data) 
 
 
 def _learn(
-    engine: LocalEngine, work: Work, shared: Params, round_: jax.Array, by_client: Any
+    engine: LocalEngine, work: Work, shared: Params, round_: jax.Array, by_client: Any, measured: bool
 ) -> tuple[Trained, Reports, jax.Array]:
     """What the clients make of what they gathered, what the server may know of them, and who answers [C]."""
     clients, own, gathered = by_client
     cohort, answered = _cohort(engine, work, round_, clients)
-    return _reported(cohort, work.algorithm.learn(cohort, shared, own, gathered), answered)
+    trained = work.algorithm.learn(cohort, shared, own, gathered)
+    return _reported(cohort, shared, trained, answered, (gathered[0], gathered[-1]) if measured else None)
 
 
 def _train(
-    engine: LocalEngine, work: Work, shared: Params, round_: jax.Array, by_client: Any
+    engine: LocalEngine, work: Work, shared: Params, round_: jax.Array, by_client: Any, measured: bool
 ) -> tuple[Trained, Reports, jax.Array]:
     """A whole round in one program, gathering included."""
     clients, own = by_client
     cohort, answered = _cohort(engine, work, round_, clients)
-    return _reported(cohort, work.algorithm.round(cohort, shared, own), answered)
+    trained = work.algorithm.round(cohort, shared, own)
+    data = cohort.collect(cohort.copies(shared), "train") if measured else None
+    return _reported(cohort, shared, trained, answered, (data, data) if measured else None)
 
 
-def _reported(cohort: Cohort, trained: Trained, answered: jax.Array) -> tuple[Trained, Reports, jax.Array]:
-    alive = answered & finite((trained.update, trained.own), trained.loss)
-    return trained, Reports(cohort.problem.samples(cohort.clients), trained.loss, alive), answered
+def _reported(
+    cohort: Cohort, shared: Params, trained: Trained, answered: jax.Array, data: tuple[Data, Data] | None
+) -> tuple[Trained, Reports, jax.Array]:
+    """What the server may know; with `data` gathered before and after learning, also the losses on it."""
+    problem, alive = cohort.problem, answered & finite((trained.update, trained.own), trained.loss)
+    before = after = None
+    if data is not None:
+        before = cohort.each(lambda data: problem.fit(shared, data))(data[0])
+        after = cohort.each(lambda update, data: problem.fit(jax.tree.map(jnp.add, shared, update), data))(
+            trained.update, data[1]
+        )
+        alive &= jnp.isfinite(before) & jnp.isfinite(after)
+    samples = problem.samples(cohort.clients)
+    return trained, Reports(samples, trained.loss, alive, cohort.clients, before, after), answered
 
 
 def _misfortune(faults: Faults | None, keys: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -378,10 +406,53 @@ def _serve(
     ) -> tuple[ServerState, RoundReport]:
         state, outcome = rule.step(state, trained.update, reports, _key(seed, _PRIVACY, round_))
         loss = jnp.sum(jnp.where(reports.alive, trained.loss, 0.0)) / jnp.sum(reports.alive)
-        return state, RoundReport(loss, outcome.update_norm, answered, reports.alive, outcome.weights)
+        losses = reports.before, reports.after
+        found = RoundReport(loss, outcome.update_norm, answered, reports.alive, outcome.weights, *losses, outcome.notes)
+        return state, found
 
     run: Callable[..., tuple[ServerState, RoundReport]] = serve if engine.runs is None else engine.each(serve)
     return run(rule, state, trained, reports, answered, seed)
+
+
+class Lessons:
+    """What a weighting that learns is taught between rounds, beside the training of the next round's clients."""
+
+    def __init__(self, engine: LocalEngine, rule: ServerRule) -> None:
+        self._engine, self._rule = engine, rule
+        self._lesson: Any = None
+
+    def taught(self, state: ServerState) -> ServerState:
+        """`state` with the lesson learned from it."""
+        weighting = self._rule.weighting
+        if not weighting.learns:
+            return state
+        if self._lesson is None:
+            self.begin(state)
+        if not weighting.waits and not all(leaf.is_ready() for leaf in jax.tree.leaves(self._lesson)):
+            return state
+        lesson, self._lesson = self._lesson, None
+        return state._replace(weighting=_adopt(self._engine, self._rule, state.weighting, lesson))
+
+    def begin(self, state: ServerState) -> None:
+        """Start the lesson of a round that led to `state`, unless an earlier one is not over; returns at once."""
+        if self._rule.weighting.learns and self._lesson is None:
+            self._lesson = _teach(self._engine, self._rule, state.weighting)
+
+
+@partial(jax.jit, static_argnames=("engine",))
+def _teach(engine: LocalEngine, rule: ServerRule, state: Any) -> Any:
+    def teach(rule: ServerRule, state: Any) -> Any:
+        return rule.weighting.teach(state)
+
+    return teach(rule, state) if engine.runs is None else engine.each(teach)(rule, state)
+
+
+@partial(jax.jit, static_argnames=("engine",))
+def _adopt(engine: LocalEngine, rule: ServerRule, state: Any, lesson: Any) -> Any:
+    def adopt(rule: ServerRule, state: Any, lesson: Any) -> Any:
+        return rule.weighting.adopt(state, lesson)
+
+    return adopt(rule, state, lesson) if engine.runs is None else engine.each(adopt)(rule, state, lesson)
 
 
 def _adapt_all(

@@ -63,6 +63,10 @@ class Problem(Protocol):
         """What one client minimises, a scalar."""
         ...
 
+    def fit(self, params: Params, data: Data) -> jax.Array:
+        """Loss of a model on all that one client gathered to train on; in reinforcement learning minus the return."""
+        ...
+
     def evaluate(self, params: Params, data: Data) -> dict[str, jax.Array]:
         """One client's scores on data collected for the purpose "score"; among them `loss`."""
         ...

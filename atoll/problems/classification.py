@@ -108,6 +108,10 @@ class ClassificationProblem:
         """Mean cross-entropy."""
         return jnp.mean(_cross_entropy(self.model.apply(params, batch.x, batch.key), batch.y))
 
+    def fit(self, params: Params, data: Shard) -> jax.Array:
+        """Mean cross-entropy over all samples of `data`."""
+        return self.evaluate(params, data)["loss"]
+
     def evaluate(self, params: Params, data: Shard) -> dict[str, jax.Array]:
         """Accuracy and mean cross-entropy over all samples of `data`."""
 

@@ -77,6 +77,10 @@ class QuadraticProblem:
         """1/2 sum a (w - c)^2."""
         return 0.5 * jnp.sum(batch.curvature * (jnp.concatenate([params["body"], params["head"]]) - batch.centre) ** 2)
 
+    def fit(self, params: Params, data: Bowl) -> jax.Array:
+        """The loss without noise."""
+        return self.loss(params, data)
+
     def evaluate(self, params: Params, data: Bowl) -> dict[str, jax.Array]:
         """The loss without noise."""
         return {"loss": self.loss(params, data)}

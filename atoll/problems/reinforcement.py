@@ -118,6 +118,11 @@ class ReinforcementProblem:
         """Minus the surrogate objective."""
         return self.objective.loss(self.policy, params, batch)
 
+    def fit(self, params: Params, data: Batch) -> jax.Array:
+        """Minus the mean return of the episodes; what another policy would have earned is not known."""
+        del params
+        return -data.gain
+
     def evaluate(self, params: Params, data: Returns) -> dict[str, jax.Array]:
         """Mean return of the episodes, and their mean length."""
         return {"return": jnp.mean(data.returns), "length": jnp.mean(data.lengths)}

@@ -39,6 +39,7 @@ class Batch(NamedTuple):
     advantage: jax.Array  # [B]; 0 for steps after an episode's end
     share: jax.Array  # scalar: 1 / number of steps that count
     clip: jax.Array  # scalar: how far the ratio may leave 1
+    gain: jax.Array  # scalar: mean return of the episodes
 
 
 class Baseline(Protocol):
@@ -164,6 +165,7 @@ class Objective:
             (_standardised(advantage, alive)[0] * alive).reshape(steps),
             1.0 / jnp.sum(alive),
             jnp.asarray(clip, rollout.obs.dtype),
+            jnp.mean(jnp.sum(rollout.reward * alive, -1)),
         )
 
     def loss(self, policy: Policy, params: Params, batch: Batch) -> jax.Array:

@@ -26,10 +26,11 @@ class ServerState(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a round went at the server: the weights [C] used and the norm of the combined update."""
+    """How a round went at the server: the weights [C] used, the norm of the combined update, the weighting's notes."""
 
     weights: jax.Array
     update_norm: jax.Array
+    notes: dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,11 @@ class ServerRule:
     optimizer: Optimizer
     privacy: Privacy | None = None
 
-    def init(self, params: Params, cohort: int) -> ServerState:
-        """State before the first round of a federation that draws `cohort` clients for each."""
+    def init(self, params: Params, cohort: int, clients: int | None = None, seed: int = 0) -> ServerState:
+        """State before the first round of a federation that draws `cohort` of `clients` for each."""
         privacy = None if self.privacy is None else self.privacy.init(cohort)
-        return ServerState(params, self.optimizer.transform().init(params), self.weighting.init(cohort), privacy)
+        weighting = self.weighting.init(cohort, cohort if clients is None else clients, seed)
+        return ServerState(params, self.optimizer.transform().init(params), weighting, privacy)
 
     def step(
         self, state: ServerState, updates: Params, reports: Reports, key: jax.Array | None = None
@@ -100,9 +102,12 @@ class ServerRule:
                 state.privacy, self.weighting, state.weighting, updates, reports, key
             )
             survived |= self.privacy.always_moves
+        if not self.weighting.whole:
+            excess = jnp.sum(weights) - 1
+            combined = jax.tree.map(lambda c, p: c + (excess * p).astype(c.dtype), combined, state.params)
         steps, optimizer = self.optimizer.transform().update(
             jax.tree.map(jnp.negative, combined), state.optimizer, state.params
         )
         moved = ServerState(optax.apply_updates(state.params, steps), optimizer, weighting, state.privacy)
         new = jax.tree.map(lambda after, before: jnp.where(survived, after, before), moved, state)
-        return new, Outcome(weights, optax.tree.norm(combined))
+        return new, Outcome(weights, optax.tree.norm(combined), self.weighting.notes(new.weighting))

@@ -11,19 +11,35 @@ from ..settings import settings
 
 
 class Reports(NamedTuple):
-    """What the server knows of a round's clients, each [C]; `alive` marks the updates that may count."""
+    """What the server knows of a round's clients, each [C]; `alive` marks the updates that may count.
+
+    `before` and `after` are losses on a client's own training data, of the model it was sent and of the one it made of
+    it; None where nobody asked for them.
+    """
 
     samples: jax.Array
     loss: jax.Array
     alive: jax.Array
+    clients: jax.Array | None = None
+    before: jax.Array | None = None
+    after: jax.Array | None = None
 
 
 class Weighting:
     """Base of all weightings. A subclass gives `weights`, or, if no weighted mean will do, its own `combine`."""
 
-    def init(self, cohort: int) -> Any:
+    informed = False  # True: clients must report their losses before and after training
+    learns = False  # True: between rounds `teach` improves what `combine` decides with
+    waits = True  # False: a round decides with what it has if the lesson after the last one is not over yet
+
+    @property
+    def whole(self) -> bool:
+        """Whether weights sum to 1; if not, the shared model itself is scaled by their sum, as a sum of models is."""
+        return True
+
+    def init(self, cohort: int, clients: int, seed: int) -> Any:
         """State that the weighting carries from round to round (None: none)."""
-        del cohort
+        del cohort, clients, seed
 
     def weights(self, reports: Reports) -> jax.Array:
         """Weights [C] before they are normalised; clients not alive are left out later."""
@@ -33,6 +49,20 @@ class Weighting:
         """Combined update, the weights [C] behind it, next state, from updates with a leading client axis."""
         weights = normalised(self.weights(reports), reports.alive)
         return weighted_mean(updates, weights), weights, state
+
+    def notes(self, state: Any) -> dict[str, jax.Array]:
+        """Numbers about the last round for the metrics."""
+        del state
+        return {}
+
+    def teach(self, state: Any) -> Any:
+        """What can be learned from experience so far; computed beside the next round's training."""
+        del state
+
+    def adopt(self, state: Any, lesson: Any) -> Any:
+        """The state that decides with what `teach` returned."""
+        del lesson
+        return state
 
 
 def normalised(weights: jax.Array, alive: jax.Array) -> jax.Array:
