@@ -2,16 +2,20 @@
 
 from .accounting import noise_for, spent
 from .admission import admit, finite, refusal
+from .impact import FedDrl
 from .optimizers import OPTIMIZERS, Optimizer
 from .privacy import PRIVACY, Privacy
 from .server import FedAdam, Server, ServerRule, ServerState
 from .weighting import WEIGHTINGS, Reports, Weighting
+
+WEIGHTINGS["feddrl"] = FedDrl
 
 __all__ = [
     "OPTIMIZERS",
     "PRIVACY",
     "WEIGHTINGS",
     "FedAdam",
+    "FedDrl",
     "Optimizer",
     "Privacy",
     "Reports",

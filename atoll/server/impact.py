@@ -1,0 +1,346 @@
+"""FedDRL: an agent on the server learns how much each client of a round should count.
+
+Nguyen et al., FedDRL: Deep Reinforcement Learning-based Adaptive Aggregation for Non-IID Data in Federated Learning,
+ICPP 2022. The agent sees of every client the loss of the model it was sent, the loss of the model it made of it, and
+its number of samples. It answers with a Gaussian for every client; the weights are the softmax of a sample of them.
+What the weights were worth shows in the next round, whose clients report how the new model serves them: the lower
+their mean loss and the closer they are together, the better. The agent is trained as in DDPG (Lillicrap et al., 2016)
+on replayed rounds, those more often that surprise it.
+
+Its state is part of the server's and so of every checkpoint. A round only decides (`combine`); `teach` runs beside the
+training of the next round's clients.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..algorithms.base import check_not_negative, check_positive
+from ..errors import require
+from ..problems.base import Params
+from ..settings import settings
+from .weighting import Reports, Weighting, weighted_mean
+
+_FLOOR = 1e-3  # the least deviation of a Gaussian
+_RETURN = 0.1  # Ornstein-Uhlenbeck: how fast the noise returns to 0
+_CURIOSITY = 1e-3  # added to priorities, so that nothing is never replayed
+_LAST_LAYER = 3e-3  # size of its initial weights: the first decisions are almost uniform
+
+
+class Rounds(NamedTuple):
+    """Decisions [...] and how they ended."""
+
+    state: jax.Array
+    action: jax.Array
+    reward: jax.Array
+    following: jax.Array  # the state it led to
+
+
+class Replay(NamedTuple):
+    """The last M rounds: a ring in which `written` rounds have been written; the priority is 0 where none was."""
+
+    rounds: Rounds  # [M, ...]
+    priority: jax.Array  # [M]
+    written: jax.Array
+
+    @property
+    def size(self) -> jax.Array:
+        """Rounds that it holds."""
+        return jnp.minimum(self.written, len(self.priority))
+
+
+class Networks(NamedTuple):
+    """What decides, and what knows the worth of a decision."""
+
+    policy: Params
+    value: Params
+
+
+class Mind(NamedTuple):
+    """What is learned."""
+
+    networks: Networks
+    slow: Networks  # copies that follow slowly
+    moments: Networks  # of the optimisers
+    key: jax.Array
+    surprise: jax.Array  # mean |TD error| of the last batch
+
+
+class Agent(NamedTuple):
+    """The agent between two rounds."""
+
+    mind: Mind
+    replay: Replay
+    state: jax.Array  # [3K] of the last decision
+    action: jax.Array  # [2K] of it
+    decided: jax.Array  # whether there was one
+    drift: jax.Array  # [2K] exploration that lasts over rounds
+    rounds: jax.Array  # decided so far
+    key: jax.Array
+    reward: jax.Array  # of the decision before the last
+
+    @property
+    def cohort(self) -> int:
+        """Clients it decides about."""
+        return self.state.shape[-1] // 3
+
+
+@settings
+class FedDrl(Weighting):
+    """An agent learns the weights from the clients' losses (FedDRL)."""
+
+    variant: Literal["paper", "code"] = "paper"
+    """paper: softmax of a sample; code: a sample around the softmax, not normalised, as in the authors' program"""
+    beta: float = 0.1
+    """a Gaussian's deviation is at most this share of its mean"""
+    gamma: float = 0.99
+    """discount"""
+    policy_rate: float = 1e-4
+    """learning rate of the policy"""
+    value_rate: float = 1e-3
+    """learning rate of the value network"""
+    rho: float = 0.02
+    """how far the slow copies move towards the networks at each update"""
+    width: int = 256
+    """neurons of the hidden layers, of which both networks have two"""
+    replay: int = 2000
+    """rounds remembered"""
+    batch: int = 4
+    """rounds replayed at an update"""
+    updates: int = 0
+    """updates after each round; 0: as many as the memory holds batches"""
+    noise: Literal["drift", "white"] = "drift"
+    """exploration: drift is an Ornstein-Uhlenbeck process, white is independent from round to round"""
+    explore: float = 0.1
+    """deviation of the exploration"""
+    fade: float = 0.0
+    """rounds over which exploration falls to a third; 0: it stays"""
+    reward: Literal["plain", "standard"] = "plain"
+    """plain: as in the paper; standard: shifted and scaled to mean 0 and deviation 1 over the memory"""
+    learning: bool = True
+    """False: decide with what the agent knows, learn nothing more"""
+    wait: bool = True
+    """False: never wait for a lesson that takes longer than a round; numbers then depend on the machine's speed"""
+
+    informed = True
+
+    def __post_init__(self) -> None:
+        check_positive(beta=self.beta, policy_rate=self.policy_rate, value_rate=self.value_rate)
+        check_not_negative(explore=self.explore, fade=self.fade)
+        require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
+        require(0 < self.rho <= 1, f"rho is {self.rho}; it must be above 0 and at most 1")
+        for name in ("width", "replay", "batch"):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        require(self.updates >= 0, f"updates is {self.updates}; it must be 0 or more")
+
+    @property
+    def learns(self) -> bool:  # type: ignore[override]
+        """Whether there are lessons."""
+        return self.learning
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        """Whether a round waits for the last lesson's end."""
+        return self.wait
+
+    @property
+    def whole(self) -> bool:
+        """Weights of the authors' program do not sum to 1."""
+        return self.variant == "paper"
+
+    def init(self, cohort: int, clients: int, seed: int) -> Agent:
+        """An agent for cohorts of `cohort` clients that knows nothing."""
+        del clients
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 77), 4)
+        networks = Networks(
+            _network(keys[0], 3 * cohort, self.width, 2 * cohort), _network(keys[1], 5 * cohort, self.width, 1)
+        )
+        moments = Networks(*(o.init(net) for o, net in zip(self._optimizers(), networks, strict=True)))
+        state, action, number = jnp.zeros(3 * cohort), jnp.zeros(2 * cohort), jnp.zeros(())
+        rounds = Rounds(*(jnp.zeros((self.replay, *x.shape)) for x in (state, action, number, state)))
+        return Agent(
+            Mind(networks, jax.tree.map(jnp.copy, networks), moments, jax.random.key_data(keys[2]), number),
+            Replay(rounds, jnp.zeros(self.replay), jnp.zeros((), jnp.int32)),
+            state=state,
+            action=action,
+            decided=jnp.zeros((), bool),
+            drift=action,
+            rounds=jnp.zeros((), jnp.int32),
+            key=jax.random.key_data(keys[3]),
+            reward=number,
+        )
+
+    def combine(self, state: Agent, updates: Params, reports: Reports) -> tuple[Params, jax.Array, Agent]:
+        """Judge the last decision, take the next one."""
+        agent, alive, losses, after = state, reports.alive, reports.before, reports.after
+        assert losses is not None
+        assert after is not None
+        key, *keys = jax.random.split(jax.random.wrap_key_data(agent.key), 3)
+        seen = jnp.concatenate([_share(x, alive) for x in (losses, after, reports.samples)])
+        reward = _reward(losses, alive)
+        replay = _remember(agent.replay, Rounds(agent.state, agent.action, reward, seen), agent.decided)
+        fresh = jax.random.normal(keys[0], agent.drift.shape) * self.explore
+        drift = fresh if self.noise == "white" else (1 - _RETURN) * agent.drift + fresh
+        strength = jnp.where(self.fade > 0, jnp.exp(-agent.rounds / jnp.maximum(self.fade, 1.0)), 1.0)
+        action = self._bounded(self._act(agent.mind.networks.policy, seen) + strength * drift)
+        mean, deviation = jnp.split(action, 2)
+        sample = mean + deviation * jax.random.normal(keys[1], mean.shape)
+        weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf)) if self.whole else sample
+        weights = jnp.where(alive, weights, 0.0)
+        following = agent._replace(
+            replay=replay,
+            state=seen,
+            action=action,
+            decided=jnp.ones((), bool),
+            drift=drift,
+            rounds=agent.rounds + 1,
+            key=jax.random.key_data(key),
+            reward=jnp.where(agent.decided, reward, jnp.nan),
+        )
+        return weighted_mean(updates, weights), weights, following
+
+    def notes(self, state: Agent) -> dict[str, jax.Array]:
+        """The reward of the decision before, and how wrong the agent is about its rewards."""
+        return {"reward": state.reward, "td_error": state.mind.surprise}
+
+    def teach(self, state: Agent) -> tuple[Mind, jax.Array]:
+        """Learn from the memory; returns what was learned and the memory's new priorities."""
+        size = state.replay.size
+        count = jnp.where(size >= self.batch, self.updates or size // self.batch, 0)
+
+        def update(_: int, so_far: tuple[Mind, jax.Array]) -> tuple[Mind, jax.Array]:
+            return self._update(state.replay, *so_far)
+
+        learned: tuple[Mind, jax.Array] = jax.lax.fori_loop(0, count, update, (state.mind, state.replay.priority))
+        return learned
+
+    def adopt(self, state: Agent, lesson: tuple[Mind, jax.Array]) -> Agent:
+        """The agent with what was learned; rounds remembered since the lesson began keep their priority."""
+        mind, priority = lesson
+        known = jnp.where(priority > 0, priority, state.replay.priority)
+        return state._replace(mind=mind, replay=state.replay._replace(priority=known))
+
+    def offline(self, agents: Sequence[Agent], epochs: int = 50, seed: int = 0) -> Mind:
+        """What an agent learns from the memories of several; the second stage of two-stage training.
+
+        Batches, rates and discount are those of the authors' program.
+        """
+        held = [jax.tree.map(lambda x, n=int(a.replay.size): np.asarray(x)[:n], a.replay.rounds) for a in agents]
+        rounds = jax.tree.map(lambda *parts: jnp.concatenate(parts), *held)
+        size = len(rounds.reward)
+        require(size >= 16, f"{len(agents)} workers remember {size} rounds; train them for at least 16 in all")
+        student = dataclasses.replace(
+            self, gamma=0.95, policy_rate=0.005, value_rate=0.005, rho=0.01, batch=16, updates=epochs * size // 16
+        )
+        fresh = student.init(agents[0].cohort, agents[0].cohort, seed)
+        replay = Replay(rounds, jnp.ones(size), jnp.asarray(size))
+        mind: Mind = jax.jit(student.teach)(fresh._replace(replay=replay))[0]
+        return mind._replace(moments=fresh.mind.moments)
+
+    def _optimizers(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+        return optax.adam(self.policy_rate), optax.adam(self.value_rate)
+
+    def _act(self, policy: Params, state: jax.Array) -> jax.Array:
+        """Means and deviations [..., 2K] for states [..., 3K]."""
+        mean, width = jnp.split(_forward(policy, state), 2, -1)
+        if self.variant == "code":
+            mean = jax.nn.softmax(mean)
+        return jnp.concatenate([mean, self._most(mean) * jax.nn.sigmoid(width)], -1)
+
+    def _bounded(self, action: jax.Array) -> jax.Array:
+        mean, deviation = jnp.split(action, 2, -1)
+        return jnp.concatenate([mean, jnp.clip(deviation, _FLOOR, self._most(mean))], -1)
+
+    def _most(self, mean: jax.Array) -> jax.Array:
+        return jnp.maximum(self.beta * jnp.abs(mean), _FLOOR)
+
+    def _update(self, replay: Replay, mind: Mind, priority: jax.Array) -> tuple[Mind, jax.Array]:
+        """One step of both networks on a batch of remembered rounds, drawn by priority."""
+        key, draw = jax.random.split(jax.random.wrap_key_data(mind.key))
+        heap = jnp.cumsum(priority)
+        luck = jax.random.uniform(draw, (self.batch,)) * heap[-1]
+        rows = jnp.minimum(jnp.searchsorted(heap, luck, side="right"), replay.size - 1)
+        judged = replay.rounds._replace(reward=self._judged(replay))
+        state, action, reward, following = (column[rows] for column in judged)
+        future = _worth(mind.slow.value, following, self._act(mind.slow.policy, following))
+        target = reward + self.gamma * future
+
+        def surprise(value: Params) -> tuple[jax.Array, jax.Array]:
+            error = target - _worth(value, state, action)
+            return jnp.mean(error**2), jnp.abs(error)
+
+        def regret(policy: Params) -> jax.Array:
+            return -jnp.mean(_worth(value, state, self._act(policy, state)))
+
+        policy_optimizer, value_optimizer = self._optimizers()
+        gradient, error = jax.grad(surprise, has_aux=True)(mind.networks.value)
+        step, value_moments = value_optimizer.update(gradient, mind.moments.value)
+        value = optax.apply_updates(mind.networks.value, step)
+        step, policy_moments = policy_optimizer.update(jax.grad(regret)(mind.networks.policy), mind.moments.policy)
+        networks = Networks(optax.apply_updates(mind.networks.policy, step), value)
+        slow = optax.incremental_update(networks, mind.slow, self.rho)
+        moments = Networks(policy_moments, value_moments)
+        learned = Mind(networks, slow, moments, jax.random.key_data(key), jnp.mean(error))
+        return learned, priority.at[rows].set(error + _CURIOSITY)
+
+    def _judged(self, replay: Replay) -> jax.Array:
+        """Rewards [M] as the networks see them."""
+        reward = replay.rounds.reward
+        if self.reward == "plain":
+            return reward
+        written = jnp.arange(len(reward)) < replay.written
+        mean = jnp.mean(reward, where=written)
+        return (reward - mean) / (jnp.std(reward, where=written) + 1e-6)
+
+
+def _share(values: jax.Array, alive: jax.Array) -> jax.Array:
+    """Values [K] over their sum, 0 for those not alive, so that an agent sees the same at all scales."""
+    values = jnp.where(alive, values, 0.0).astype(jnp.float32)
+    total = jnp.sum(jnp.abs(values))
+    return values / jnp.where(total > 0, total, 1.0)
+
+
+def _reward(losses: jax.Array, alive: jax.Array) -> jax.Array:
+    """Minus the mean loss of the clients and minus the gap between the best and the worst served."""
+    mean = jnp.sum(jnp.where(alive, losses, 0.0)) / jnp.maximum(jnp.sum(alive), 1)
+    gap = jnp.max(jnp.where(alive, losses, -jnp.inf)) - jnp.min(jnp.where(alive, losses, jnp.inf))
+    return jnp.where(jnp.any(alive), -(mean + gap), 0.0)
+
+
+def _remember(replay: Replay, round_: Rounds, valid: jax.Array) -> Replay:
+    """Write a round over the oldest one, to be replayed soon; nothing if not `valid`."""
+    place = replay.written % len(replay.priority)
+    urgent = jnp.maximum(jnp.max(replay.priority), 1.0)
+
+    def write(memory: jax.Array, value: jax.Array) -> jax.Array:
+        return memory.at[place].set(jnp.where(valid, value, memory[place]))
+
+    rounds = jax.tree.map(write, replay.rounds, round_)
+    return Replay(rounds, write(replay.priority, urgent), replay.written + valid)
+
+
+def _network(key: jax.Array, inputs: int, width: int, outputs: int) -> Params:
+    """Three layers; weights and biases uniform, of size 1 / sqrt(inputs), and small in the last."""
+    layers: list[Params] = []
+    for k, a, b in zip(jax.random.split(key, 3), (inputs, width, width), (width, width, outputs), strict=True):
+        bound = a**-0.5 if len(layers) < 2 else _LAST_LAYER
+        values = jax.random.uniform(k, (a + 1, b), minval=-bound, maxval=bound)
+        layers.append({"w": values[:-1], "b": values[-1]})
+    return tuple(layers)
+
+
+def _forward(layers: Params, x: jax.Array) -> jax.Array:
+    for layer in layers[:-1]:
+        x = jax.nn.leaky_relu(x @ layer["w"] + layer["b"])
+    result: jax.Array = x @ layers[-1]["w"] + layers[-1]["b"]
+    return result
+
+
+def _worth(value: Params, state: jax.Array, action: jax.Array) -> jax.Array:
+    """What decisions [..., 2K] in states [..., 3K] are worth, [...]."""
+    return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
