@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .agents import AGENT, install, load_mind, save_mind, train_mind
 from .algorithms import ALGORITHMS
 from .engines.local import LocalEngine
 from .errors import AtollError, unknown
@@ -30,6 +31,7 @@ from .problems.partition import PARTITIONS
 from .recipes import RECIPES, recipe, with_budget
 from .runs import RunFiles, main_score
 from .server import OPTIMIZERS, WEIGHTINGS
+from .server.impact import Mind
 from .version import __version__
 
 T = TypeVar("T")
@@ -64,9 +66,30 @@ class Where(How):
 
 
 @dataclasses.dataclass(frozen=True)
+class AgentOptions:
+    """FedDRL's agent: what it knows before the first round (default: nothing)."""
+
+    workers: int = 0
+    """two-stage training: runs that collect experience from which the agent learns before this one"""
+    source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """use the agent of this run, checkpoint or agent.npz"""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise AtollError(f"agent.workers is {self.workers}; it must be 0 or more")
+        if self.workers and self.source:
+            raise AtollError("agent.workers trains an agent and agent.from names one; give one of the two")
+
+
+@dataclasses.dataclass(frozen=True)
 class _RunOptions:
     federation: Annotated[Federation, tyro.conf.arg(name="")]
     where: Annotated[Where, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Where)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StartOptions(_RunOptions):
+    agent: AgentOptions = dataclasses.field(default_factory=AgentOptions)
 
 
 def run_command(arguments: list[str]) -> int:
@@ -74,12 +97,34 @@ def run_command(arguments: list[str]) -> int:
     name, rest = _positional(arguments, "a recipe", RECIPES)
     chosen, rest = _option(rest, "--algorithm")
     label, default = _base_federation(name, chosen)
-    options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll run {name}")
+    options = _parse(_StartOptions, _StartOptions(default), rest, f"atoll run {name}")
     engine = _engine(options.where.devices)
     directory = options.where.runs_dir / (options.where.name or _free_name(options.where.runs_dir, label))
+    mind = None
+    if options.agent.source:
+        mind = load_mind(options.agent.source, options.federation)
+    elif options.agent.workers:
+        if (directory / "config.json").exists():
+            raise AtollError(f"{directory} holds a run already; continue it: atoll resume {directory}")
+        mind = _first_stage(options, directory, engine)
+        if mind is None:
+            _console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")
+            return _INTERRUPTED
     run = options.federation.start(directory, engine)
+    if mind is not None:
+        save_mind(directory / AGENT, mind)
+        install(run, mind)
     _console.print(f"{escape(str(directory))}: {_describe(options.federation)}")
     return _train(run, options.where.checkpoint_every)
+
+
+def _first_stage(options: _StartOptions, directory: Path, engine: LocalEngine) -> Mind | None:
+    """An agent from workers' experience; None if interrupted."""
+    f, workers = options.federation, options.agent.workers
+    _console.print(f"{escape(str(directory))}: {workers} workers collect experience, {_describe(f)}")
+    with _progress() as progress:
+        watch = _round_tracker(progress, "workers", f.rounds, 0)
+        return train_mind(f, workers, directory, engine, lambda records: watch(records[0]))
 
 
 def resume_command(arguments: list[str]) -> int:
@@ -95,6 +140,8 @@ def resume_command(arguments: list[str]) -> int:
     options = _parse(Options, Options(), rest, "atoll resume DIR")
     _check_run(directory)
     run = Run.resume(directory, options.rounds, _engine(options.how.devices))
+    if not run.begun and (Path(directory) / AGENT).exists():  # stopped before its first checkpoint
+        install(run, load_mind(Path(directory) / AGENT, run.federation))
     if run.round >= run.federation.rounds:
         run.close()
         raise AtollError(
@@ -170,7 +217,7 @@ def sweep_command(arguments: list[str]) -> int:
         _console.print(f"{escape(str(folder))}: {len(runs)} runs, {_describe(runs[0].federation)}")
         fleet = Fleet(runs)
         with _progress() as progress:
-            watch = _round_tracker(progress, "first of all", runs[0])
+            watch = _round_tracker(progress, "first of all", runs[0].federation.rounds, runs[0].round)
             fleet.advance(lambda records: watch(records[0]), options.where.checkpoint_every)
     finally:
         for run in runs:
@@ -437,7 +484,7 @@ def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool 
     start = time.monotonic()
     try:
         with _progress() as progress:
-            run.advance(_round_tracker(progress, label, run), checkpoint_every)
+            run.advance(_round_tracker(progress, label, run.federation.rounds, run.round), checkpoint_every)
     finally:
         run.close()
     assert run.files is not None
@@ -465,8 +512,8 @@ def _progress() -> Progress:
     )
 
 
-def _round_tracker(progress: Progress, label: str, run: Run) -> Watcher:
-    task = progress.add_task(label, total=run.federation.rounds, completed=run.round, figures="compiling")
+def _round_tracker(progress: Progress, label: str, rounds: int, done: int) -> Watcher:
+    task = progress.add_task(label, total=rounds, completed=done, figures="compiling")
 
     def watch(record: Record) -> None:
         if "evaluation" in record:

@@ -213,10 +213,33 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 
 
-def _fill(template: Any, content: Mapping[str, np.ndarray]) -> Any:
+def newest_checkpoint(path: Path) -> Path:
+    """The newest checkpoint of the run at `path`."""
+    found = sorted((path / "checkpoints").glob("model-*.npz"))
+    if not found:
+        raise AtollError(f"{path} has no checkpoint; give a run's directory")
+    return found[-1]
+
+
+def save_part(path: Path, part: str, tree: Any) -> None:
+    """Write a pytree under the name that it has in checkpoints, e.g. state/params."""
+    _save_arrays(path, {f"{part}/{name}": np.asarray(leaf) for name, leaf in named_leaves(tree)})
+
+
+def load_part(path: Path, part: str, template: Any = None) -> Any:
+    """The part of a checkpoint whose names start with `part`: by name, or in the form of `template`."""
+    try:
+        content = _load_arrays(path)
+        named = {name: array for name, array in content.items() if name.startswith(f"{part}/")}
+        return named if template is None else _fill(template, content, part)
+    except (OSError, ValueError, KeyError) as error:
+        raise AtollError(f"cannot read {path}: {error}") from error
+
+
+def _fill(template: Any, content: Mapping[str, np.ndarray], part: str = "state") -> Any:
     leaves = []
     for name, leaf in named_leaves(template):
-        array = content[f"state/{name}"]
+        array = content[f"{part}/{name}"]
         if array.shape != np.shape(leaf) or array.dtype != leaf.dtype:
             raise ValueError(f"{name} is {array.dtype}{array.shape}, expected {leaf.dtype}{np.shape(leaf)}")
         leaves.append(array)
