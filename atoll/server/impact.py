@@ -96,6 +96,8 @@ class FedDrl(Weighting):
 
     variant: Literal["paper", "code"] = "paper"
     """paper: softmax of a sample; code: a sample around the softmax, not normalised, as in the authors' program"""
+    limit: float = 1.0
+    """paper's variant: means lie within this of 0, so that no client counts more than exp(2 limit) times another"""
     beta: float = 0.1
     """a Gaussian's deviation is at most this share of its mean"""
     gamma: float = 0.99
@@ -130,7 +132,7 @@ class FedDrl(Weighting):
     informed = True
 
     def __post_init__(self) -> None:
-        check_positive(beta=self.beta, policy_rate=self.policy_rate, value_rate=self.value_rate)
+        check_positive(limit=self.limit, beta=self.beta, policy_rate=self.policy_rate, value_rate=self.value_rate)
         check_not_negative(explore=self.explore, fade=self.fade)
         require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
         require(0 < self.rho <= 1, f"rho is {self.rho}; it must be above 0 and at most 1")
@@ -248,8 +250,7 @@ class FedDrl(Weighting):
     def _act(self, policy: Params, state: jax.Array) -> jax.Array:
         """Means and deviations [..., 2K] for states [..., 3K]."""
         mean, width = jnp.split(_forward(policy, state), 2, -1)
-        if self.variant == "code":
-            mean = jax.nn.softmax(mean)
+        mean = jax.nn.softmax(mean) if self.variant == "code" else self.limit * jnp.tanh(mean)
         return jnp.concatenate([mean, self._most(mean) * jax.nn.sigmoid(width)], -1)
 
     def _bounded(self, action: jax.Array) -> jax.Array:

@@ -1,0 +1,245 @@
+"""FedDRL's agent: what it decides, remembers and learns."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atoll import FedAvg, Federation
+from atoll.agents import install, load_mind, save_mind, train_mind
+from atoll.errors import AtollError
+from atoll.federation import Evaluation, Run
+from atoll.fleet import Fleet
+from atoll.problems.quadratic import Quadratic
+from atoll.server import FedDrl, Reports, Server
+from atoll.server.impact import Agent, Rounds, _remember, _reward
+
+K = 3
+PLAIN = FedDrl(width=16, replay=8)
+
+
+def _reports(before: list[float], after: list[float], alive: list[bool] | None = None) -> Reports:
+    size = len(before)
+    return Reports(
+        jnp.arange(1, size + 1),
+        jnp.zeros(size),
+        jnp.array(alive or [True] * size),
+        jnp.arange(size),
+        jnp.array(before),
+        jnp.array(after),
+    )
+
+
+def _decide(weighting: FedDrl, agent: Agent, reports: Reports) -> tuple[np.ndarray, np.ndarray, Agent]:
+    updates = jnp.eye(K)  # so that the combined update is the weights
+    combined, weights, agent = weighting.combine(agent, updates, reports)
+    return np.asarray(combined), np.asarray(weights), agent
+
+
+def test_weights_are_positive_sum_to_one_and_leave_out_the_dead() -> None:
+    agent = PLAIN.init(K, K, 0)
+    combined, weights, agent = _decide(PLAIN, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+    assert weights.sum() == pytest.approx(1, abs=1e-6)
+    assert (weights > 0).all()
+    np.testing.assert_allclose(combined, weights)
+    _, weights, _ = _decide(PLAIN, agent, _reports([1.0, np.nan, 3.0], [0.5, np.nan, 2.0], [True, False, True]))
+    assert weights[1] == 0
+    assert weights.sum() == pytest.approx(1, abs=1e-6)
+    _, weights, after = _decide(PLAIN, agent, _reports([np.nan] * 3, [np.nan] * 3, [False] * 3))
+    np.testing.assert_array_equal(weights, 0)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+
+def test_the_state_has_losses_and_samples_as_shares() -> None:
+    agent = PLAIN.init(K, K, 0)
+    _, _, agent = _decide(PLAIN, agent, _reports([1.0, 2.0, 1.0], [0.1, 0.2, 0.1]))
+    np.testing.assert_allclose(agent.state, [0.25, 0.5, 0.25, 0.25, 0.5, 0.25, 1 / 6, 2 / 6, 3 / 6], rtol=1e-6)
+
+
+def test_a_decision_is_judged_by_the_next_rounds_losses() -> None:
+    agent = PLAIN.init(K, K, 0)
+    _, _, first = _decide(PLAIN, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+    assert int(first.replay.written) == 0
+    assert np.isnan(first.reward)
+    _, _, second = _decide(PLAIN, first, _reports([1.0, 4.0, 1.0], [0.5, 1.0, 2.0]))
+    assert int(second.replay.written) == 1
+    assert float(second.reward) == pytest.approx(-(2 + 3))
+    remembered = second.replay.rounds
+    np.testing.assert_array_equal(remembered.state[0], first.state)
+    np.testing.assert_array_equal(remembered.action[0], first.action)
+    np.testing.assert_array_equal(remembered.following[0], second.state)
+    assert float(remembered.reward[0]) == pytest.approx(-5)
+
+
+def test_the_reward_ignores_the_dead() -> None:
+    assert float(_reward(jnp.array([1.0, 9.0, 3.0]), jnp.array([True, False, True]))) == pytest.approx(-(2 + 2))
+
+
+def test_deviations_keep_within_their_share_of_the_mean() -> None:
+    weighting = FedDrl(width=16, replay=8, beta=0.2, explore=3.0)
+    agent = weighting.init(K, K, 0)
+    for _ in range(5):
+        _, _, agent = _decide(weighting, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+        mean, deviation = np.split(np.asarray(agent.action), 2)
+        assert (deviation >= 1e-3 - 1e-9).all()
+        assert (deviation <= np.maximum(0.2 * np.abs(mean), 1e-3) + 1e-7).all()
+
+
+def test_the_memory_is_a_ring() -> None:
+    replay = PLAIN.init(K, K, 0).replay
+    for i in range(10):
+        number = jnp.asarray(float(i))
+        replay = _remember(replay, Rounds(jnp.full(9, i), jnp.full(6, i), number, jnp.full(9, i)), jnp.asarray(True))
+    assert int(replay.size) == 8
+    np.testing.assert_array_equal(replay.rounds.reward, [8, 9, 2, 3, 4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("reward", ["plain", "standard"])
+def test_it_learns_which_action_pays(reward: str) -> None:
+    """A bandit: the reward is minus the distance of the first mean from 0.5, whatever the state."""
+    weighting = FedDrl(
+        width=32, replay=256, batch=32, updates=1500, gamma=0.0, policy_rate=1e-3, value_rate=1e-2, reward=reward
+    )
+    agent = weighting.init(K, K, 0)
+    rng = np.random.default_rng(0)
+    actions = rng.normal(0, 1, (256, 2 * K)).astype(np.float32)
+    states = np.full((256, 3 * K), 1 / 3, np.float32)
+    rounds = Rounds(*map(jnp.asarray, (states, actions, -np.abs(actions[:, 0] - 0.5) * 5 - 7, states)))
+    agent = agent._replace(
+        replay=agent.replay._replace(rounds=rounds, priority=jnp.ones(256), written=jnp.asarray(256))
+    )
+    agent = weighting.adopt(agent, jax.jit(weighting.teach)(agent))
+    learned = weighting._act(agent.mind.networks.policy, jnp.asarray(states[0]))
+    assert float(learned[0]) == pytest.approx(0.5, abs=0.3)
+    assert float(agent.mind.surprise) < 1.5
+
+
+def test_surprises_are_replayed_more_often() -> None:
+    weighting = FedDrl(width=8, replay=64, batch=16, updates=40, policy_rate=1e-9, value_rate=1e-9, rho=1e-6)
+    agent = weighting.init(K, K, 0)
+    rewards = jnp.where(jnp.arange(64) == 7, 100.0, 0.0)
+    rounds = agent.replay.rounds._replace(reward=rewards)
+    agent = agent._replace(replay=agent.replay._replace(rounds=rounds, priority=jnp.ones(64), written=jnp.asarray(64)))
+    _, priority = jax.jit(weighting.teach)(agent)
+    assert float(priority[7]) > 99
+    assert np.median(np.asarray(priority)) < 1
+
+
+def test_no_lesson_before_the_memory_holds_a_batch() -> None:
+    agent = PLAIN.init(K, K, 0)
+    _, _, agent = _decide(PLAIN, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+    mind, _ = PLAIN.teach(agent)
+    jax.tree.map(np.testing.assert_array_equal, mind, agent.mind)
+
+
+def test_a_late_lesson_keeps_what_was_remembered_meanwhile() -> None:
+    agent = PLAIN.init(K, K, 0)
+    for loss in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
+        _, _, agent = _decide(PLAIN, agent, _reports([loss, 2.0, 3.0], [0.5, 1.0, 2.0]))
+    lesson = PLAIN.teach(agent)
+    _, _, later = _decide(PLAIN, agent, _reports([9.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+    adopted = PLAIN.adopt(later, lesson)
+    assert int(adopted.replay.written) == 6
+    assert float(adopted.replay.priority[5]) == float(later.replay.priority[5]) > 0
+    jax.tree.map(np.testing.assert_array_equal, adopted.mind, lesson[0])
+
+
+def _federation(weighting: str = "feddrl(width=16, replay=32)", **changes: object) -> Federation:
+    base = Federation(Quadratic(4), FedAvg(0.1, 3), Server(weighting), clients=8, cohort=4, rounds=8, seed=3)
+    return dataclasses.replace(base, evaluation=Evaluation(every=4), **changes)  # type: ignore[arg-type]
+
+
+def test_a_run_logs_what_the_agent_did() -> None:
+    run = _federation().run()
+    record = next(r for r in run.history if r["round"] == 5 and "train_loss" in r)
+    assert record["server"]["reward"] < 0
+    assert len(record["weights"]) == len(record["losses"]) == len(record["clients"]) == 4
+    assert sum(record["weights"]) == pytest.approx(1, abs=1e-5)
+    assert record["fairness"]["range"] == pytest.approx(max(record["losses"]) - min(record["losses"]), rel=1e-5)
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = _federation().run()
+    run = _federation(rounds=5).start(tmp_path / "a")
+    run.advance()
+    run.close()
+    resumed = Run.resume(tmp_path / "a", 8)
+    resumed.advance()
+    resumed.close()
+    jax.tree.map(np.testing.assert_array_equal, whole.state, resumed.state)
+
+
+def test_runs_of_a_fleet_have_agents_of_their_own() -> None:
+    federations = [_federation(seed=seed) for seed in (0, 1)]
+    fleet = Fleet([f.start() for f in federations])
+    fleet.advance()
+    for f, run in zip(federations, fleet.runs, strict=True):
+        alone = f.run()
+        for ours, theirs in zip(jax.tree.leaves(run.state), jax.tree.leaves(alone.state), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_never_waiting_runs_too() -> None:
+    run = _federation("feddrl(width=16, replay=32, wait=False)").run()
+    assert run.round == 8
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.params))
+
+
+def test_the_codes_variant_scales_the_model_by_the_sum_of_its_weights() -> None:
+    rule = Server("feddrl(width=16, replay=8, variant=code)").build()
+    params = {"w": jnp.array([2.0, -1.0])}
+    state = rule.init(params, K, K, 0)
+    models = jnp.array([[1.0, 1.0], [3.0, 0.0], [2.0, 2.0]])
+    updates = {"w": models - params["w"]}
+    after, outcome = rule.step(state, updates, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+    assert float(jnp.sum(outcome.weights)) != 1
+    np.testing.assert_allclose(after.params["w"], outcome.weights @ models, rtol=1e-5)
+
+
+def test_two_stages_train_an_agent_that_other_runs_can_use(tmp_path: Path) -> None:
+    f = _federation(rounds=12)
+    mind = train_mind(f, 2, tmp_path / "run")
+    assert mind is not None
+    again = train_mind(f, 2, tmp_path / "run")  # kept, not trained anew
+    assert again is not None
+    jax.tree.map(np.testing.assert_array_equal, mind.networks, again.networks)
+    untrained = f.start().state.weighting.mind
+    assert not np.array_equal(mind.networks.policy[0]["w"], untrained.networks.policy[0]["w"])
+    run = f.start(tmp_path / "other")
+    install(run, load_mind(tmp_path / "run" / "worker-1", f))
+    run.advance()
+    run.close()
+    assert run.round == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cohort": 5}, "decides about 4 clients, but cohort is 5"),
+        ({"server": Server("feddrl(width=8)")}, "layers of 16 neurons"),
+        ({"server": Server("uniform")}, "has no agent"),
+    ],
+)
+def test_an_agent_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    save_mind(tmp_path / "agent.npz", _federation().start().state.weighting.mind)
+    with pytest.raises(AtollError, match=words):
+        load_mind(tmp_path / "agent.npz", _federation(**changes))
+
+
+def test_a_file_without_an_agent_is_refused(tmp_path: Path) -> None:
+    run = _federation("samples", rounds=1).start(tmp_path / "plain")
+    run.advance()
+    run.close()
+    with pytest.raises(AtollError, match="holds no agent"):
+        load_mind(tmp_path / "plain", _federation())
+    with pytest.raises(AtollError, match="no agent at"):
+        load_mind(tmp_path / "nowhere", _federation())
+
+
+@pytest.mark.parametrize("spec", ["feddrl(beta=0.0)", "feddrl(gamma=1.5)", "feddrl(batch=0)", "feddrl(variant=their)"])
+def test_bad_settings_are_refused(spec: str) -> None:
+    with pytest.raises(AtollError):
+        Server(spec).build()
