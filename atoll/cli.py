@@ -163,8 +163,12 @@ def compare_command(arguments: list[str]) -> int:
         raise AtollError(
             f"{own} would set one algorithm of several; train it alone: atoll run {name} --algorithm NAME {own} ..."
         )
-    algorithms = wanted.split(",") if wanted else list(ALGORITHMS)
     base = recipe(name)
+    fit = [a for a, cls in ALGORITHMS.items() if base.federation.problem.poolable or not cls.pooled]
+    algorithms = wanted.split(",") if wanted else fit
+    unfit = [a for a in algorithms if a in ALGORITHMS and a not in fit]
+    if unfit:
+        raise AtollError(f"{unfit[0]} needs data that can be pooled, and clients of {name} have tasks; leave it out")
     rivals = {algorithm: base.with_algorithm(algorithm).algorithm for algorithm in algorithms}
     # Flags speak of the recipe's own algorithm: --problem.batches is what it takes at a time, others in proportion.
     options = _parse(_RunOptions, _RunOptions(base.federation), rest, f"atoll compare {name}")

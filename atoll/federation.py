@@ -30,7 +30,7 @@ from .engines.local import (
 from .errors import require
 from .problems import PROBLEMS
 from .problems.base import Params, ProblemSettings
-from .runs import RunFiles
+from .runs import RunFiles, main_score
 from .server import Server
 from .settings import from_dict, to_dict
 from .store import ClientStore
@@ -284,7 +284,8 @@ class Run:
 
     def scored(self, scores: dict[str, dict[str, np.ndarray]]) -> Record:
         """The record of scores [C, steps + 1] by group and name; clients whose scores are not finite are left out."""
-        record: Record = {"round": self.round, "evaluation": {}}
+        fairness: Record = {}
+        record: Record = {"round": self.round, "evaluation": {}, "fairness": fairness}
         by_client: Record = {"round": self.round}
         for group, members in self.groups().items():
             tables = scores[group]
@@ -295,6 +296,7 @@ class Run:
                 warnings.warn(f"round {self.round}: scores of clients {lost} are not finite, left out", stacklevel=2)
             means = {name: _mean(table[sound]) for name, table in tables.items()}
             record["evaluation"][group] = {name: _numbers(mean) for name, mean in means.items()}
+            fairness[group] = _fairness({name: table[sound] for name, table in tables.items()})
             by_client[group] = {"clients": members.tolist()} | {n: _numbers(t) for n, t in tables.items()}
         if hasattr(self.problem, "whole_test"):
             shared = score_shared(self.problem, self.engine.place(self.params))
@@ -377,6 +379,17 @@ def train(
             if last or stop.is_set() or first.round % checkpoint_every == 0:
                 checkpoint()
     return stop.is_set()
+
+
+def _fairness(tables: dict[str, np.ndarray]) -> Record:
+    """How evenly clients are served after each step: scores of the worst tenth of them, and the spread of losses."""
+    score = main_score(tables)
+    table = np.sort(tables[score], axis=0)
+    tenth = -(-len(table) // 10)
+    found = {f"worst_{score}": _mean(table[-tenth:] if score == "loss" else table[:tenth])}
+    if "loss" in tables and len(table):
+        found |= {"loss_variance": tables["loss"].var(0), "loss_range": np.ptp(tables["loss"], 0)}
+    return {name: _numbers(values) for name, values in found.items()}
 
 
 def _spread(losses: np.ndarray) -> dict[str, float | None]:

@@ -29,11 +29,13 @@ class Recipe:
 
 
 def with_budget(federation: Federation, algorithm: Algorithm) -> Federation:
-    """The federation with another algorithm; one that gathers experience less often gathers more at a time."""
+    """The federation with another algorithm; where clients gather experience, as much of it in a round as before."""
     problem = federation.problem
-    if isinstance(problem, Locomotion | Gym):
-        batches = problem.batches * len(federation.algorithm.gatherings) // len(algorithm.gatherings)
-        problem = dataclasses.replace(problem, batches=max(1, batches))
+    if isinstance(problem, Locomotion | Gym):  # `batches` counts for gatherings to train on, others are one batch
+        old, new = federation.algorithm.gatherings, algorithm.gatherings
+        budget = sum(problem.batches if purpose == "train" else 1 for purpose in old)
+        others = sum(purpose != "train" for purpose in new)
+        problem = dataclasses.replace(problem, batches=max(1, (budget - others) // (len(new) - others)))
     return dataclasses.replace(federation, problem=problem, algorithm=algorithm)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import atoll
+from atoll.engines.local import LocalEngine, share_out
 from atoll.problems.quadratic import QuadraticProblem
 
 
@@ -170,3 +171,31 @@ def test_only_clients_that_exist_can_be_personalised() -> None:
     run = _federation(atoll.FedAvg()).start()
     with pytest.raises(atoll.AtollError, match=r"no client 9; clients are 0\.\.8"):
         run.personalize(9)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(10, 2), (9, 2), (5, 3), (7, 1)])
+def test_unequal_clients_are_shared_out_evenly(count: int, parts: int) -> None:
+    sizes = np.random.default_rng(count).pareto(1.0, count) * 100
+    order = share_out(sizes, parts)
+    assert sorted(order) == list(range(count))
+    space = -(-count // parts)
+    loads = [sizes[order[i : i + space]].sum() for i in range(0, count, space)]
+    assert max(loads) <= max(sizes.max() + np.sort(sizes)[: space - 1].sum(), 1.5 * sizes.sum() / parts)
+
+
+def test_unequal_clients_give_the_same_bits_on_one_device_or_two() -> None:
+    rng = np.random.default_rng(0)
+    clients = {str(i): (rng.random((n, 4), np.float32), rng.integers(0, 3, n)) for i, n in enumerate((40, 3, 5, 90, 7))}
+    problem = atoll.Classification(atoll.from_mapping(clients), model="logistic", batch=2, scaling="none")
+    f = atoll.Federation(problem, atoll.FedAvg(0.1, epochs=2), atoll.Server("feddrl"), clients=5, cohort=5, rounds=3)
+    one, two = (f.run(engine=LocalEngine.of(jax.local_devices()[:n])) for n in (1, 2))
+    assert _bits(one) == _bits(two)
+
+
+def test_an_evaluation_says_how_evenly_clients_are_served() -> None:
+    run = _federation(atoll.FedAvg(0.1, 3), clients=20).start()
+    losses = run.score(np.arange(20))["loss"]
+    fairness = run.evaluate()["fairness"]["seen"]
+    np.testing.assert_allclose(fairness["worst_loss"], np.sort(losses, 0)[-2:].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(fairness["loss_variance"], losses.var(0), rtol=1e-5)
+    np.testing.assert_allclose(fairness["loss_range"], losses.max(0) - losses.min(0), rtol=1e-6)

@@ -217,10 +217,22 @@ class LocalEngine:
                 gathered = (*gathered, data)
             done = _program(_learn, self, work, shared, round_, (*by_client, gathered), options)
         else:
+            order = self._shared_out(work.problem, clients)
+            if order is not None:
+                by_client = self.split(jax.tree.map(lambda leaf: leaf[order], (clients, own)))
             done = _program(_train, self, work, shared, round_, by_client, options)
+            if order is not None:
+                done = _rows(self.gather(done, len(clients)), np.argsort(order))
         trained, reports, answered = self.gather(done, clients.shape[-1])
         state, report = _serve(self, rule, state, trained, reports, answered, work.seed, round_)
         return state, trained.own, report
+
+    def _shared_out(self, problem: Problem, clients: np.ndarray) -> np.ndarray | None:
+        """An order of `clients` [C] in which the devices' parts hold about as much data; None if any order does."""
+        if len(self.devices) == 1 or self.runs is not None:
+            return None
+        sizes = np.asarray(problem.samples(jnp.asarray(clients)))
+        return None if np.ptp(sizes) == 0 else share_out(sizes, len(self.devices))
 
     def evaluate(
         self, work: Work, shared: Params, clients: np.ndarray, own: Params, round_: int, steps: int, rate: Rate
@@ -269,6 +281,22 @@ class LocalEngine:
         keys = _gathering(work.seed, use, round_, clients, tag)
         data = yield Gathering(work.problem, self.gather(models, clients.shape[-1]), clients, keys, purpose)
         return _program(_digest, self, work, (), (), self.split(data))
+
+
+def share_out(sizes: np.ndarray, parts: int) -> np.ndarray:
+    """An order of things whose equal parts, but for a shorter last one, have sums as near as can be; greedily."""
+    space = -(-len(sizes) // parts)
+    room = [min(space, len(sizes) - space * part) for part in range(parts)]
+    held: list[list[int]] = [[] for _ in range(parts)]
+    for i in np.argsort(-sizes, kind="stable"):  # so the smallest comes last, which `split` may repeat
+        free = [part for part in range(parts) if len(held[part]) < room[part]]
+        held[min(free, key=lambda part: sizes[held[part]].sum())].append(int(i))
+    return np.concatenate([np.array(part, int) for part in held])
+
+
+@jax.jit
+def _rows(tree: Any, order: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: leaf[order], tree)
 
 
 def _client_keys(seed: jax.Array | int, use: int, round_: jax.Array | int, clients: jax.Array) -> jax.Array:

@@ -79,6 +79,8 @@ class Problem(Protocol):
 class ProblemSettings:
     """Base of problems as written in a recipe, before their data is loaded."""
 
+    poolable = True  # False: clients have no data that could lie in one place
+
     def config(self) -> dict[str, Any]:
         """The settings as text and numbers."""
         raise NotImplementedError

@@ -71,6 +71,8 @@ class Gym(ProblemSettings):
     """who plays: threads, processes, threads(4), processes(4); or just how many (default: one for each core), then
     processes if they can import `make` and threads if not; changes no number"""
 
+    poolable = False
+
     def __post_init__(self) -> None:
         for name, value in (("make", self.make), ("tasks", self.tasks)):
             if isinstance(value, str):

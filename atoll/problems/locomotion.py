@@ -41,6 +41,8 @@ class Locomotion(ProblemSettings):
     sampler: Literal["native", "warp"] = "native"
     """native: MuJoCo on all CPU cores; warp: MuJoCo Warp on the GPU"""
 
+    poolable = False
+
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise unknown("task", self.task, TASKS)
