@@ -59,6 +59,21 @@ def test_the_state_has_losses_and_samples_as_shares() -> None:
     np.testing.assert_allclose(agent.state, [0.25, 0.5, 0.25, 0.25, 0.5, 0.25, 1 / 6, 2 / 6, 3 / 6], rtol=1e-6)
 
 
+def test_slots_by_loss_are_the_same_whoever_sits_in_them() -> None:
+    weighting = dataclasses.replace(PLAIN, slots="losses")
+    agent = weighting.init(K, K, 0)
+    losses, after, alive = np.array([2.0, 5.0, 1.0]), np.array([0.1, 0.2, 0.3]), np.array([True, True, False])
+    first = None
+    for order in ([0, 1, 2], [2, 0, 1]):
+        reports = _reports([*losses[order]], [*after[order]], [*alive[order]])
+        _, weights, seen = _decide(weighting, agent, reports._replace(samples=jnp.ones(K)))
+        found = (weights[np.argsort(order)], np.asarray(seen.state))
+        first = first or found
+        np.testing.assert_allclose(found[0], first[0], rtol=1e-6)
+        np.testing.assert_allclose(found[1], first[1], rtol=1e-6)
+    np.testing.assert_allclose(first[1][:3], [5 / 7, 2 / 7, 0], rtol=1e-6)  # type: ignore[index]
+
+
 def test_a_decision_is_judged_by_the_next_rounds_losses() -> None:
     agent = PLAIN.init(K, K, 0)
     _, _, first = _decide(PLAIN, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))

@@ -96,6 +96,8 @@ class FedDrl(Weighting):
 
     variant: Literal["paper", "code"] = "paper"
     """paper: softmax of a sample; code: a sample around the softmax, not normalised, as in the authors' program"""
+    slots: Literal["clients", "losses"] = "clients"
+    """order in which the agent sees a cohort: by client, as in the paper, or by loss, the worst served first"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that no client counts more than exp(2 limit) times another"""
     beta: float = 0.1
@@ -183,8 +185,10 @@ class FedDrl(Weighting):
         assert losses is not None
         assert after is not None
         key, *keys = jax.random.split(jax.random.wrap_key_data(agent.key), 3)
-        seen = jnp.concatenate([_share(x, alive) for x in (losses, after, reports.samples)])
         reward = _reward(losses, alive)
+        worst_first = jnp.argsort(jnp.where(alive, -losses, jnp.inf))
+        order = worst_first if self.slots == "losses" else jnp.arange(len(alive))
+        seen = jnp.concatenate([_share(x, alive)[order] for x in (losses, after, reports.samples)])
         replay = _remember(agent.replay, Rounds(agent.state, agent.action, reward, seen), agent.decided)
         fresh = jax.random.normal(keys[0], agent.drift.shape) * self.explore
         drift = fresh if self.noise == "white" else (1 - _RETURN) * agent.drift + fresh
@@ -192,6 +196,7 @@ class FedDrl(Weighting):
         action = self._bounded(self._act(agent.mind.networks.policy, seen) + strength * drift)
         mean, deviation = jnp.split(action, 2)
         sample = mean + deviation * jax.random.normal(keys[1], mean.shape)
+        sample = jnp.zeros_like(sample).at[order].set(sample)
         weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf)) if self.whole else sample
         weights = jnp.where(alive, weights, 0.0)
         following = agent._replace(
