@@ -213,6 +213,11 @@ class Run:
         return self.round > 0 or self.restored
 
     @property
+    def measured(self) -> bool:
+        """Whether clients report their losses before and after training."""
+        return self.federation.measure or self.rule.weighting.informed
+
+    @property
     def scoring(self) -> Work:
         """The work with the problem that clients are scored on, which is not the one a pooled algorithm trains on."""
         return self.work._replace(problem=self.problem)
@@ -236,10 +241,10 @@ class Run:
         round_ = self.round + 1
         clients, own = self.invite(round_)
         state = self._lessons.taught(self.state)
-        phases = self.engine.train(self.work, self.rule, state, clients, own, round_, self.federation.measure)
-        self.state, own, report = complete(phases)
+        learned = complete(self.engine.train(self.work, state.params, clients, own, round_, self.measured))
+        self.state, report = self.engine.serve(self.rule, state, learned, self.work.seed, round_)
         self._lessons.begin(self.state)
-        return self.finish(clients, own, report)
+        return self.finish(clients, learned[0].own, report)
 
     def invite(self, round_: int) -> tuple[np.ndarray, Params]:
         """The clients [C] of a round and what they keep [C, ...]."""

@@ -2,7 +2,8 @@
 
 A fleet gives every run the numbers it would have had alone; it only makes better use of the machine. Runs that differ
 in nothing but numbers (seeds, learning rates, discounts, and the data these lead to) form a squadron and share one
-program. Squadrons of other algorithms travel beside it, and all experience of the fleet is sampled at once.
+program, whatever their servers do with what the clients learned. Squadrons of other algorithms travel beside it, and
+all experience of the fleet is sampled at once.
 """
 
 import dataclasses
@@ -13,28 +14,57 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .engines.local import Axes, Gathering, Lessons, Phases, Rate, T, Work
+from .engines.local import Axes, Gathering, Lessons, LocalEngine, Phases, Rate, RoundReport, T, Work
 from .errors import AtollError, require
 from .federation import EVALUATED_AT_ONCE, Record, Run, train
-from .problems.base import Data
+from .problems.base import Data, Params
 from .problems.reinforcement import ReinforcementProblem
 
 FleetWatcher = Callable[[list[Record]], None]
 Scores = dict[str, np.ndarray]
 
 
+class Staff:
+    """The server's side of runs whose rules differ in nothing but numbers."""
+
+    def __init__(self, runs: Sequence[Run], engine: LocalEngine) -> None:
+        self.runs = list(runs)
+        self._engine, self._rule = engine, _stacked([run.rule for run in runs])
+        self._lessons = Lessons(engine, self._rule)
+        self._seeds = jnp.array([run.work.seed for run in runs], jnp.uint32)
+        self.state: Any = jax.device_put(_stacked([run.state for run in runs]), engine.devices[0])
+
+    def serve(self, learned: Any, round_: int) -> RoundReport:
+        """Combine what the clients learned; `taught` and the clients' training have gone before."""
+        self.state, report = self._engine.serve(self._rule, self.state, learned, self._seeds, round_)
+        self._lessons.begin(self.state)
+        return report
+
+    def taught(self) -> Params:
+        """The shared models [R, ...] of a new round, before which the weighting takes its lesson."""
+        self.state = self._lessons.taught(self.state)
+        return self.state.params
+
+    def share_out(self) -> None:
+        """Hand every run its own state."""
+        state = jax.device_get(self.state)
+        for r, run in enumerate(self.runs):
+            run.state = _row(state, r)
+
+
 class Squadron:
-    """Runs that differ in nothing but numbers."""
+    """Runs whose clients' work differs in nothing but numbers; their servers may follow different rules."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = list(runs)
-        first = runs[0]
-        self._training = _placed(first, [run.work for run in runs])
-        same = all(run.work.problem is run.problem for run in runs)
-        self._scoring = self._training if same else _placed(first, [run.scoring for run in runs])
-        self._rule = _stacked([run.rule for run in runs])
-        self._state = jax.device_put(_stacked([run.state for run in runs]), first.engine.devices[0])
-        self._lessons = Lessons(self._training[0], self._rule)
+        by_rule: dict[Any, list[Run]] = {}
+        for run in runs:
+            by_rule.setdefault(jax.tree.structure(run.rule), []).append(run)
+        self.runs = [run for group in by_rule.values() for run in group]
+        first = self.runs[0]
+        self._training = _placed(first, [run.work for run in self.runs])
+        same = all(run.work.problem is run.problem for run in self.runs)
+        self._scoring = self._training if same else _placed(first, [run.scoring for run in self.runs])
+        self._staffs = [Staff(group, self._training[0]) for group in by_rule.values()]
 
     def step(self) -> Phases[list[Record]]:
         """One round of all runs; returns their records."""
@@ -44,11 +74,18 @@ class Squadron:
         invited = [run.invite(round_) for run in self.runs]
         clients, own = np.stack([clients for clients, _ in invited]), _stacked([own for _, own in invited])
         engine, work = self._training
-        state, measured = self._lessons.taught(self._state), self.runs[0].federation.measure
-        self._state, own, report = yield from engine.train(work, self._rule, state, clients, own, round_, measured)
-        self._lessons.begin(self._state)
-        own, report = jax.device_get((own, report))
-        return [run.finish(clients[r], _row(own, r), _row(report, r)) for r, run in enumerate(self.runs)]
+        shared = _joined([staff.taught() for staff in self._staffs])
+        learned = yield from engine.train(work, shared, clients, own, round_, self.runs[0].measured)
+        reports = []
+        for staff, rows in zip(self._staffs, self._rows(), strict=True):
+            report = staff.serve(learned if len(self._staffs) == 1 else _row(learned, rows), round_)
+            reports += [_row(report, r) for r in range(len(staff.runs))]
+        own, reports = jax.device_get((learned[0].own, reports))
+        return [run.finish(clients[r], _row(own, r), reports[r]) for r, run in enumerate(self.runs)]
+
+    def _rows(self) -> list[slice]:
+        ends = np.cumsum([len(staff.runs) for staff in self._staffs]).tolist()
+        return [slice(end - len(staff.runs), end) for staff, end in zip(self._staffs, ends, strict=True)]
 
     def evaluate(self) -> Phases[list[Record]]:
         """Mean scores of every run's clients, as `Run.evaluate` gives them."""
@@ -64,20 +101,20 @@ class Squadron:
         first = self.runs[0]
         steps = first.federation.evaluation.steps if steps is None else steps
         rates: Rate = _stacked([run.rate() for run in self.runs])
+        shared = _joined([staff.state.params for staff in self._staffs])
         parts = []
         for start in range(0, len(clients), EVALUATED_AT_ONCE):
             block = clients[start : start + EVALUATED_AT_ONCE]
             own = _stacked([run.own(block) for run in self.runs])
             everywhere = np.broadcast_to(block, (len(self.runs), len(block)))
-            part = yield from engine.evaluate(work, self._state.params, everywhere, own, first.round, steps, rates)
+            part = yield from engine.evaluate(work, shared, everywhere, own, first.round, steps, rates)
             parts.append(part)
         return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 
     def share_out(self) -> None:
         """Hand every run its own state."""
-        state = jax.device_get(self._state)
-        for r, run in enumerate(self.runs):
-            run.state = _row(state, r)
+        for staff in self._staffs:
+            staff.share_out()
 
 
 class Fleet:
@@ -203,7 +240,7 @@ def _placed(first: Run, works: Sequence[Work]) -> tuple[Any, Work]:
 
 def _form(run: Run) -> Any:
     """Runs of the same form fit into one squadron."""
-    return jax.tree.structure((run.work, run.rule)), run.federation.measure
+    return jax.tree.structure(run.work), run.measured
 
 
 def _check_alike(first: Run, run: Run) -> None:
@@ -220,6 +257,11 @@ def _check_alike(first: Run, run: Run) -> None:
 def _stacked(trees: Sequence[Any]) -> Any:
     """Trees as one with a leading axis."""
     return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
+
+
+def _joined(trees: Sequence[Any]) -> Any:
+    """Trees one after another along their leading axis."""
+    return trees[0] if len(trees) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
 
 
 def _row(tree: Any, index: Any) -> Any:

@@ -56,6 +56,19 @@ def test_problems_without_a_sampler_are_one_batch_too() -> None:
         _alike(federation.run(), run)
 
 
+def test_servers_of_one_batch_may_follow_different_rules() -> None:
+    servers = ["feddrl(width=8, replay=8)", "samples", "feddrl(width=8, replay=8, explore=0.5)"]
+    federations = [dataclasses.replace(BOWLS, server=atoll.Server(s), measure=True, seed=4) for s in servers]
+    fleet = Fleet([f.start() for f in federations])
+    assert len(fleet._squadrons) == 1
+    fleet.advance()
+    for federation, run in zip(federations, fleet.runs, strict=True):
+        alone = federation.run()
+        assert alone.history[2]["losses"] == run.history[2]["losses"]
+        for a, b in zip(jax.tree.leaves(alone.params), jax.tree.leaves(run.params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_a_fleet_goes_on_from_its_runs_checkpoints(tmp_path: Path) -> None:
     federations = [dataclasses.replace(BOWLS, seed=seed) for seed in (0, 1)]
     first = Fleet([f.start(tmp_path / str(f.seed)) for f in federations])

@@ -192,22 +192,16 @@ class LocalEngine:
         return jax.tree.map(cut, together)
 
     def train(
-        self,
-        work: Work,
-        rule: ServerRule,
-        state: ServerState,
-        clients: np.ndarray,
-        own: Params,
-        round_: int,
-        measured: bool = False,
-    ) -> Phases[tuple[ServerState, Params, RoundReport]]:
-        """One round of `clients` [C]: next server state, what each client keeps [C, ...], and a report.
+        self, work: Work, shared: Params, clients: np.ndarray, own: Params, round_: int, measured: bool = False
+    ) -> Phases[tuple[Trained, Reports, jax.Array]]:
+        """One round of `clients` [C] at the clients: what they learned, what they report, and who answers [C].
 
-        The problem must be placed on the devices; `state` lives on the first. Of many runs everything but the round
-        has a leading axis, the rule too. If `measured`, clients report their losses even if the rule needs none.
+        The problem must be placed on the devices; the `shared` model lives on the first, and so does what is returned.
+        Of many runs everything but the round has a leading axis. If `measured`, clients report their losses.
         """
-        options = (measured or rule.weighting.informed,)
-        shared = self.place(state.params) if len(self.devices) > 1 else state.params
+        options = (measured,)
+        if len(self.devices) > 1:
+            shared = self.place(shared)
         by_client = self.split((clients, own))
         if work.problem.outside:
             gathered: tuple[Data, ...] = ()
@@ -223,9 +217,20 @@ class LocalEngine:
             done = _program(_train, self, work, shared, round_, by_client, options)
             if order is not None:
                 done = _rows(self.gather(done, len(clients)), np.argsort(order))
-        trained, reports, answered = self.gather(done, clients.shape[-1])
-        state, report = _serve(self, rule, state, trained, reports, answered, work.seed, round_)
-        return state, trained.own, report
+        result: tuple[Trained, Reports, jax.Array] = self.gather(done, clients.shape[-1])
+        return result
+
+    def serve(
+        self,
+        rule: ServerRule,
+        state: ServerState,
+        learned: tuple[Trained, Reports, jax.Array],
+        seed: jax.Array | int,
+        round_: int,
+    ) -> tuple[ServerState, RoundReport]:
+        """The same round at the server: its next state, and a report."""
+        result: tuple[ServerState, RoundReport] = _serve(self, rule, state, *learned, seed, round_)
+        return result
 
     def _shared_out(self, problem: Problem, clients: np.ndarray) -> np.ndarray | None:
         """An order of `clients` [C] in which the devices' parts hold about as much data; None if any order does."""
