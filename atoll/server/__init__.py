@@ -4,8 +4,8 @@ from .accounting import noise_for, spent
 from .admission import admit, finite, refusal
 from .optimizers import OPTIMIZERS, Optimizer
 from .privacy import PRIVACY, Privacy
-from .server import FedAdam, Server, ServerRule, ServerState
-from .weighting import WEIGHTINGS, Reports, Weighting
+from .server import WEIGHTINGS, FedAdam, Server, ServerRule, ServerState
+from .weighting import Reports, Weighting
 
 __all__ = [
     "OPTIMIZERS",
