@@ -73,7 +73,7 @@ class TrimmedMean(_Robust):
 
 @settings
 class Krum(_Robust):
-    """Krum: the one update that is nearest to its neighbours, with up to `malicious` clients in a cohort.
+    """Krum: the one update that is nearest to its neighbours; up to `malicious` clients of a cohort may be bad.
 
     An update's score is the sum of squared distances to its n - malicious - 2 nearest. The paper's guarantee needs
     n >= 2 malicious + 3. If dropouts leave fewer, scores count at least `malicious` neighbours, so that those clients
