@@ -5,8 +5,8 @@ from .admission import admit, finite, refusal
 from .impact import FedDrl
 from .optimizers import OPTIMIZERS, Optimizer
 from .privacy import PRIVACY, Privacy
-from .server import FedAdam, Server, ServerRule, ServerState
-from .weighting import WEIGHTINGS, Reports, Weighting
+from .server import WEIGHTINGS, FedAdam, Server, ServerRule, ServerState
+from .weighting import Reports, Weighting
 
 WEIGHTINGS["feddrl"] = FedDrl
 

@@ -11,9 +11,23 @@ import tyro
 from ..errors import AtollError
 from ..problems.base import Params
 from ..settings import parse_spec, spec
+from .fair import QFFL, Agnostic
 from .optimizers import OPTIMIZERS, Optimizer
 from .privacy import PRIVACY, Privacy
-from .weighting import WEIGHTINGS, Reports, Weighting
+from .robust import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
+from .weighting import BySamples, Reports, Uniform, Weighting
+
+WEIGHTINGS: dict[str, type[Weighting]] = {
+    "uniform": Uniform,
+    "samples": BySamples,
+    "q-ffl": QFFL,
+    "agnostic": Agnostic,
+    "median": Median,
+    "trimmed-mean": TrimmedMean,
+    "krum": Krum,
+    "multi-krum": MultiKrum,
+    "geometric-median": GeometricMedian,
+}
 
 
 class ServerState(NamedTuple):
@@ -38,7 +52,8 @@ class Server:
     """Weights x optimiser x privacy, as written in a recipe."""
 
     weighting: Annotated[str | Weighting, tyro.conf.arg(constructor=str, metavar="SPEC")] = "uniform"
-    """how much each client counts: uniform or samples"""
+    """how much each client counts: uniform, samples; fair: q-ffl(q=1.0), agnostic(rate=0.01); robust: median,
+    trimmed-mean(share=0.1), krum(malicious=1), multi-krum, geometric-median"""
     optimizer: Annotated[str | Optimizer, tyro.conf.arg(constructor=str, metavar="SPEC")] = "sgd(rate=1.0)"
     """sgd(1.0), momentum, adam(0.001), yogi, adagrad or adam-as-printed"""
     privacy: Annotated[str | Privacy | None, tyro.conf.arg(constructor=str, metavar="SPEC")] = None

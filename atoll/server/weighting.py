@@ -105,6 +105,3 @@ class BySamples(Weighting):
     def weights(self, reports: Reports) -> jax.Array:
         """Sample counts."""
         return reports.samples.astype(reports.loss.dtype)
-
-
-WEIGHTINGS: dict[str, type[Weighting]] = {"uniform": Uniform, "samples": BySamples}
