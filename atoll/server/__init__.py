@@ -8,8 +8,6 @@ from .privacy import PRIVACY, Privacy
 from .server import WEIGHTINGS, FedAdam, Server, ServerRule, ServerState
 from .weighting import Reports, Weighting
 
-WEIGHTINGS["feddrl"] = FedDrl
-
 __all__ = [
     "OPTIMIZERS",
     "PRIVACY",

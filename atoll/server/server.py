@@ -12,6 +12,7 @@ from ..errors import AtollError
 from ..problems.base import Params
 from ..settings import parse_spec, spec
 from .fair import QFFL, Agnostic
+from .impact import FedDrl
 from .optimizers import OPTIMIZERS, Optimizer
 from .privacy import PRIVACY, Privacy
 from .robust import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
@@ -20,6 +21,7 @@ from .weighting import BySamples, Reports, Uniform, Weighting
 WEIGHTINGS: dict[str, type[Weighting]] = {
     "uniform": Uniform,
     "samples": BySamples,
+    "feddrl": FedDrl,
     "q-ffl": QFFL,
     "agnostic": Agnostic,
     "median": Median,
@@ -52,7 +54,7 @@ class Server:
     """Weights x optimiser x privacy, as written in a recipe."""
 
     weighting: Annotated[str | Weighting, tyro.conf.arg(constructor=str, metavar="SPEC")] = "uniform"
-    """how much each client counts: uniform, samples; fair: q-ffl(q=1.0), agnostic(rate=0.01); robust: median,
+    """how much each client counts: uniform, samples; learned: feddrl; fair: q-ffl(q=1.0), agnostic(rate=0.01); robust: median,
     trimmed-mean(share=0.1), krum(malicious=1), multi-krum, geometric-median"""
     optimizer: Annotated[str | Optimizer, tyro.conf.arg(constructor=str, metavar="SPEC")] = "sgd(rate=1.0)"
     """sgd(1.0), momentum, adam(0.001), yogi, adagrad or adam-as-printed"""
