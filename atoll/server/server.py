@@ -54,8 +54,8 @@ class Server:
     """Weights x optimiser x privacy, as written in a recipe."""
 
     weighting: Annotated[str | Weighting, tyro.conf.arg(constructor=str, metavar="SPEC")] = "uniform"
-    """how much each client counts: uniform, samples; learned: feddrl; fair: q-ffl(q=1.0), agnostic(rate=0.01); robust: median,
-    trimmed-mean(share=0.1), krum(malicious=1), multi-krum, geometric-median"""
+    """how much each client counts: uniform, samples; learned: feddrl; fair: q-ffl(q=1.0), agnostic(rate=0.01);
+    robust: median, trimmed-mean(share=0.1), krum(malicious=1), multi-krum, geometric-median"""
     optimizer: Annotated[str | Optimizer, tyro.conf.arg(constructor=str, metavar="SPEC")] = "sgd(rate=1.0)"
     """sgd(1.0), momentum, adam(0.001), yogi, adagrad or adam-as-printed"""
     privacy: Annotated[str | Privacy | None, tyro.conf.arg(constructor=str, metavar="SPEC")] = None
