@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from ..errors import AtollError
 from ..runs import RunFiles, main_score
+from .impact_plot import impact_figure
 
 COLOURS = ("#0b6e8f", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d5524", "#2e4057", "#c06c84")
 
@@ -119,12 +120,19 @@ def _format(score: str, value: float | None) -> str:
 
 
 def report(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, str]:
-    """Write report.md and curves.png on the runs at `paths`; returns the folder and the table."""
+    """Write report.md and its pictures on the runs at `paths`; returns the folder and the table."""
     runs = [read_run(path) for path in paths]
     if out is None:
         out = paths[0] if len(paths) == 1 else paths[0].parent / "report"
     out.mkdir(parents=True, exist_ok=True)
     text = table(runs)
     figure(runs).savefig(out / "curves.png", dpi=130)
-    (out / "report.md").write_text(f"# Report\n\n![curves](curves.png)\n\n{text}\n")
+    pictures = ["curves.png"]
+    for run in runs:
+        weighed = [record for record in run.rounds if "weights" in record]
+        if weighed:
+            pictures.append(f"impact-{run.name}.png")
+            impact_figure(weighed, run.name).savefig(out / pictures[-1], dpi=130)
+    shown = "\n".join(f"![{Path(name).stem}]({name})" for name in pictures)
+    (out / "report.md").write_text(f"# Report\n\n{shown}\n\n{text}\n")
     return out, text
