@@ -18,6 +18,7 @@ from .models import MODELS, Model
 from .partition import PARTITIONS, Partition
 
 _SCORE_CHUNK = 64  # samples scored at a time: bounds memory, and wastes little on small clients
+_ORDER_STEP = 1 << 15  # lengths of index lists are multiples of it
 _NEW_CLIENTS = 31  # names the random numbers that choose them, apart from the partition's own
 _SCALINGS = ("unit", "standard", "none")
 
@@ -51,6 +52,7 @@ class ClassificationProblem:
     order: jax.Array
     train: jax.Array
     test: jax.Array
+    tests: jax.Array  # number of test samples in all, listed after those of the last client
     shift: jax.Array  # the model sees (x - shift) * scale
     scale: jax.Array
     model: Model = dataclasses.field(metadata={"static": True})
@@ -130,8 +132,7 @@ class ClassificationProblem:
 
     def whole_test(self) -> Shard:
         """All test samples, also those that no client holds: what a single shared model is scored on."""
-        start = self.test[-1]
-        return Shard(start, len(self.order) - start)
+        return Shard(self.test[-1], self.tests)
 
     def pooled(self, clients: int) -> "ClassificationProblem":
         """The training samples of the first `clients` in one client's hands."""
@@ -199,12 +200,15 @@ class Classification(ProblemSettings):
         held_out = [len(data.x) + np.asarray(shard) for shard in test]
         whole_test = np.arange(len(data.x), len(data.x) + len(data.x_test))
         ends = np.cumsum([0] + [len(shard) for shard in [*train, *held_out]])
+        order = np.concatenate([*train, *held_out, whole_test])
+        order = np.pad(order, (0, -len(order) % _ORDER_STEP))  # other partitions of the same data then fit into a fleet
         return ClassificationProblem(
             x=jnp.asarray(np.concatenate([data.x, data.x_test])),
             y=jnp.asarray(np.concatenate([data.y, data.y_test]), jnp.int32),
-            order=jnp.asarray(np.concatenate([*train, *held_out, whole_test]), jnp.int32),
+            order=jnp.asarray(order, jnp.int32),
             train=jnp.asarray(ends[: total + 1], jnp.int32),
             test=jnp.asarray(ends[total:], jnp.int32),
+            tests=jnp.asarray(len(whole_test), jnp.int32),
             shift=jnp.asarray(shift, jnp.float32),
             scale=jnp.asarray(scale, jnp.float32),
             model=model,
