@@ -20,6 +20,7 @@ bench: setup
 	@test -x .venv-bench/bin/python || ($(PYTHON) -m venv .venv-bench && .venv-bench/bin/pip install -q torch==2.13.0 numpy)
 	$(BIN)/python benchmarks/speed.py --torch .venv-bench/bin/python
 	$(BIN)/python benchmarks/sampling.py
+	$(BIN)/python benchmarks/server.py
 
 setup: .venv/ready
 
