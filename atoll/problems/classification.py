@@ -155,7 +155,7 @@ class Classification(ProblemSettings):
     """Images or other arrays with labels, dealt out to clients."""
 
     data: Annotated[str | Dataset | Federated, tyro.conf.arg(constructor=str, metavar="NAME|DIR")] = "mnist"
-    """mnist, fashion-mnist, cifar10, cifar100, glyphs, or a folder with one .npz (x, y) per client"""
+    """mnist, cifar100, glyphs or another that `atoll list` shows, or a folder with one .npz (x, y) per client"""
     partition: Annotated[str | Partition, tyro.conf.arg(constructor=str, metavar="SPEC")] = "per-fedavg"
     """who holds what, e.g. iid or dirichlet(alpha=0.3); `atoll list` shows all (a folder's clients keep their own)"""
     model: Annotated[str | Model, tyro.conf.arg(constructor=str, metavar="SPEC")] = "mlp(widths=(80, 60))"
@@ -226,7 +226,7 @@ class Classification(ProblemSettings):
             )
         else:
             data, partition = source, parse_spec("partition", PARTITIONS, self.partition)
-            train = partition.split(data.y, total, seed)
+            train = partition.split(data.y if data.index is None else data.index, total, seed)
             test = partition.split_test(data.y_test, data.y, train, seed)
         if new_clients:  # partitions put like clients side by side: which ones stay out of training must be chance
             order = np.random.default_rng([seed, _NEW_CLIENTS]).permutation(total)
