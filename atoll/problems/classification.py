@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from .partition import PARTITIONS, Partition
 
 _SCORE_CHUNK = 64  # samples scored at a time: bounds memory, and wastes little on small clients
 _NEW_CLIENTS = 31  # names the random numbers that choose them, apart from the partition's own
-_SCALINGS = ("unit", "standard", "none")
+Scaling = Literal["unit", "standard", "none"]
 
 
 class Shard(NamedTuple):
@@ -162,15 +162,15 @@ class Classification(ProblemSettings):
     """logistic, mlp(widths=(80, 60), activation=elu), cnn, vgg11"""
     batch: int = 40
     """samples in a minibatch"""
-    scaling: Literal["unit", "standard", "none"] = "unit"
+    scaling: Scaling = "unit"
     """inputs: unit maps bytes to [0, 1], standard to mean 0 and deviation 1 per channel; floats: none or standard"""
     adapt: Literal["train", "test"] = "train"
     """what personalises at evaluation: training samples, or test samples that are then not scored"""
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, f"batch is {self.batch}; a minibatch needs at least 1 sample")
-        if self.scaling not in _SCALINGS:
-            raise unknown("scaling", self.scaling, _SCALINGS)
+        if self.scaling not in get_args(Scaling):
+            raise unknown("scaling", self.scaling, get_args(Scaling))
         require(self.adapt in ("train", "test"), f"adapt is '{self.adapt}'; choose train or test")
 
     def config(self) -> dict[str, Any]:
