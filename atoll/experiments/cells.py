@@ -151,7 +151,7 @@ def _side_by_side(jobs: Mapping[str, Callable[[], Cell | None]], workers: int) -
     for worker in range(workers):
         free.put(cores()[worker % len(cores())])
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(workers, context, _settle, (free, cache)) as pool:
-        waiting = {pool.submit(job): name for name, job in jobs.items()}
+        waiting = {pool.submit(_obey, job): name for name, job in jobs.items()}
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
@@ -159,6 +159,21 @@ def _side_by_side(jobs: Mapping[str, Callable[[], Cell | None]], workers: int) -
             yield "interrupted", None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+_stopped = False  # whether this worker was told to stop
+
+
+def _obey(job: Callable[[], Cell | None]) -> Cell | None:
+    """The job's result; None if Ctrl-C ended it, and for every job after that which the worker had been given."""
+    global _stopped
+    if not _stopped:
+        try:
+            result = job()
+        except KeyboardInterrupt:
+            result = None
+        _stopped = result is None
+    return None if _stopped else result
 
 
 def _settle(free: Any, cache: str) -> None:

@@ -109,18 +109,15 @@ class Item:
     """Settings of every item."""
 
     scale: Literal["quick", "paper"] = "quick"
-    """paper: the paper's federations, 1,000 rounds, 5 seeds; quick: a small network on generated digits, 1 epoch, 40
-    rounds, 2 seeds, which shows in minutes how it all works and nothing about the paper's data"""
+    """paper: the paper's, 1,000 rounds, 5 seeds; quick: generated digits, a small MLP, 1 epoch, 40 rounds, 2 seeds"""
     data: tuple[str, ...] = ()
-    """of cifar100, fashion-mnist, mnist, cifar100-as-published; at quick scale of glyphs, mnist, fashion-mnist
-    (default: what the paper shows; glyphs)"""
+    """at paper scale cifar100, cifar100-as-published, mnist, fashion-mnist; at quick scale glyphs and the last two"""
     partitions: tuple[str, ...] = ()
-    """of pa, ce, cn, equal, nonequal (default: what the paper shows)"""
+    """pa, ce, cn, equal, nonequal (default: those of the paper's item)"""
     clients: tuple[int, ...] = ()
-    """10, 100 or both (default: what the paper shows)"""
+    """10, 100 or both (default: those of the paper's item)"""
     methods: tuple[str, ...] = ()
-    """of SingleSet, FedAvg, FedProx, FedDRL and all weightings, as "feddrl(reward=standard)" (default: what the paper
-    shows)"""
+    """SingleSet, FedAvg, FedProx, FedDRL, or weightings as "feddrl(batch=16)" (default: those of the paper's item)"""
     seeds: int | None = None
     """number of seeds (default: the scale's)"""
     rounds: int | None = None
@@ -200,11 +197,7 @@ class Item:
             varied = {self.varies: value} if self.varies else {}
             about = setting._asdict() | {"method": method} | varied | {"seed": seed}
             words = [
-                *setting[:2],
-                f"n{setting.clients}",
-                method,
-                *(f"{k}{v}" for k, v in varied.items()),
-                f"seed{seed}",
+                f"{key}{word}" if key not in ("data", "partition", "method") else word for key, word in about.items()
             ]
             federation = dataclasses.replace(self.federation(setting, method, value), seed=seed)
             found[re.sub(r"[^\w.=-]+", "_", "-".join(words))] = Job(federation, about, (setting.data, method))
