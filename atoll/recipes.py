@@ -6,8 +6,9 @@ from .algorithms import ALGORITHMS, Algorithm, Centralised, Ditto, FedAvg, FedPr
 from .errors import unknown
 from .federation import Evaluation, Federation
 from .problems import Classification, Gym, Locomotion
+from .problems.classification import Scaling
 from .rl.objective import Objective
-from .server import FedAdam
+from .server import FedAdam, Server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,44 @@ def _demo() -> Recipe:
     )
 
 
+# Data of FedDRL: in words, whose index files deal it out, labels of a client, model, scaling of the inputs.
+_FEDDRL_DATA: dict[str, tuple[str, str, int, str, Scaling]] = {
+    "mnist": ("MNIST", "mnist", 2, "cnn", "unit"),
+    "fashion-mnist": ("Fashion-MNIST", "fashion-mnist", 2, "cnn", "unit"),
+    "cifar100": ("CIFAR-100", "cifar100", 20, "vgg11", "standard"),
+    "cifar100-as-published": ("CIFAR-10 under CIFAR-100's index", "cifar100", 20, "vgg11", "standard"),
+}
+_FEDDRL_PARTITIONS = {
+    "pa": ("sizes by a power law", "pareto(labels={labels})"),
+    "ce": ("clusters of equal clients", "clustered-equal(paper='{paper}')"),
+    "cn": ("clusters of unequal clients", "clustered-nonequal(paper='{paper}')"),
+    "equal": ("2 shards a client", "shards-equal"),
+    "nonequal": ("6 to 14 shards a client", "shards-nonequal"),
+}
+
+
+def _feddrl(data: str, partition: str) -> Recipe:
+    """FedDRL's setting with 10 clients, and with ``--clients 100`` with 100.
+
+    FedAvg, which it is compared with, is the same with ``--server.weighting samples``.
+    """
+    images, paper, labels, model, scaling = _FEDDRL_DATA[data]
+    who, spec = _FEDDRL_PARTITIONS[partition]
+    return Recipe(
+        f"FedDRL (Nguyen et al. 2022): {images}, {who}, weights by an agent",
+        Federation(
+            Classification(data, spec.format(paper=paper, labels=labels), model, 10, scaling),
+            FedAvg(0.01, epochs=5),
+            Server("feddrl", "sgd(rate=1.0)"),
+            clients=10,
+            cohort=10,
+            rounds=1000,
+            evaluation=Evaluation(every=10, steps=0),
+        ),
+        _rivals(0.01, 100, 10) | {"fedprox": FedProx(0.01, epochs=5), "centralised": Centralised(0.01, epochs=5)},
+    )
+
+
 RECIPES: dict[str, Recipe] = {
     "fmrl/demo": _demo(),
     "fmrl/cheetah-dir": _fmrl("cheetah-dir", "cheetahs that run forwards or backwards", 0.0005, 0.95),
@@ -124,6 +163,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         _rivals(0.1, 10, 10),
     ),
+    **{f"feddrl/{d}-{p}": _feddrl(d, p) for d in _FEDDRL_DATA for p in _FEDDRL_PARTITIONS},
 }
 
 

@@ -5,13 +5,14 @@ import io
 import os
 import pickle
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from atoll.errors import AtollError
-from atoll.problems import data
+from atoll.problems import Classification, data
 from atoll.problems.glyphs import glyphs
 
 RNG = np.random.default_rng(0)
@@ -190,8 +191,8 @@ def test_labels_that_are_no_digits_are_refused(offline):
 # CIFAR.
 
 
-def test_cifar10_joins_its_batches_with_channels_last(offline):
-    folder = offline[0] / "cifar-10-batches-py"
+def write_cifar10(root: Path) -> np.ndarray:
+    folder = root / "cifar-10-batches-py"
     folder.mkdir()
     pixels = RNG.integers(256, size=(12, 3072), dtype=np.uint8)
     for k, name in enumerate([f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]):
@@ -202,6 +203,11 @@ def test_cifar10_joins_its_batches_with_channels_last(offline):
             b"filenames": [b"a.png"],
         }
         (folder / name).write_bytes(pickle.dumps(record, protocol=2))
+    return pixels
+
+
+def test_cifar10_joins_its_batches_with_channels_last(offline):
+    pixels = write_cifar10(offline[0])
     d = data.load("cifar10")
     assert d.x.shape == (10, 32, 32, 3)
     assert d.x_test.shape == (2, 32, 32, 3)
@@ -222,6 +228,21 @@ def test_cifar100_is_the_same_from_the_folder_and_from_the_archive(offline):
     assert from_folder.y.tolist() == [0, 1, 2, 3, 4]
     for field in ("x", "y", "x_test", "y_test"):
         np.testing.assert_array_equal(getattr(from_folder, field), getattr(from_archive, field))
+
+
+def test_cifar100_as_published_is_cifar10_dealt_out_by_the_labels_of_cifar100(offline):
+    write_cifar10(offline[0])
+    write_cifar100(offline[0], cifar100_batch(10, fine_labels=[5, 5, 6, 6, 5, 6, 5, 6, 5, 6]))
+    d, ten = data.load("cifar100-as-published"), data.load("cifar10")
+    assert (d.name, d.classes) == ("cifar100-as-published", 100)
+    for field in ("x", "y", "x_test", "y_test"):
+        np.testing.assert_array_equal(getattr(d, field), getattr(ten, field))
+    enough_to_test = replace(d, x_test=d.x, y_test=d.y)
+    _, train, _ = Classification(enough_to_test, "shards-equal(per_client=1)").deal(2, 0, seed=0)
+    assert sorted(shard.tolist() for shard in train) == [[0, 1, 4, 6, 8], [2, 3, 5, 7, 9]]
+    write_cifar100(offline[0])
+    with pytest.raises(AtollError, match="cifar10 has 10 training images and cifar100 5"):
+        data.load("cifar100-as-published")
 
 
 def test_batches_as_python_2_wrote_them_are_read(offline):

@@ -33,7 +33,7 @@ MNIST = data([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
 MNIST_TEST = data([980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009])
 FASHION = data([6000] * 10)
 CIFAR100 = data([500] * 100)
-TRAIN = {"mnist": MNIST, "fashion_mnist": FASHION, "cifar100": CIFAR100}
+TRAIN = {"mnist": MNIST, "fashion-mnist": FASHION, "cifar100": CIFAR100}
 
 # Small members of every family, each of which fits the federations that `federations` draws.
 SMALL: list[Partition] = [
@@ -187,15 +187,15 @@ def test_per_fedavg_names_the_largest_a_that_fits():
     [
         ("mnist", 10, 1960),
         ("mnist", 100, 192),
-        ("fashion_mnist", 10, 2000),
-        ("fashion_mnist", 100, 200),
+        ("fashion-mnist", 10, 2000),
+        ("fashion-mnist", 100, 200),
         ("cifar100", 10, 1600),
         ("cifar100", 100, 160),
     ],
 )
 def test_clustered_equal_has_the_authors_sizes(name, clients, size, seed):
     labels = TRAIN[name]
-    counts = tally(ClusteredEqual.feddrl(name, clients).split(labels, clients, seed), labels)
+    counts = tally(ClusteredEqual(paper=name).split(labels, clients, seed), labels)
     assert np.all(counts.sum(axis=1) == size)
     holds, main = counts > 0, clients * 6 // 10
     assert np.all(holds.sum(axis=1) == len(np.unique(labels)) // 5)
@@ -214,7 +214,7 @@ def test_clustered_equal_has_the_authors_sizes(name, clients, size, seed):
     [("mnist", 10, 784, 5880), ("cifar100", 10, 640, 4000), ("mnist", 100, 138, 226)],
 )
 def test_clustered_nonequal_has_the_authors_range(name, clients, smallest, largest, seed):
-    sizes = [len(shard) for shard in ClusteredNonEqual.feddrl(name, clients).split(TRAIN[name], clients, seed)]
+    sizes = [len(shard) for shard in ClusteredNonEqual(paper=name).split(TRAIN[name], clients, seed)]
     assert (min(sizes), max(sizes)) == (smallest, largest)
     assert len(set(sizes)) > 5
 
@@ -225,7 +225,7 @@ def test_every_feddrl_federation_can_be_split(name, delta):
     for data_set, clients in FEDDRL:
         cluster = PARTITIONS[name]
         assert issubclass(cluster, ClusteredEqual)
-        shards = cluster.feddrl(data_set, clients, delta).split(TRAIN[data_set], clients, 0)
+        shards = cluster(delta, paper=data_set).split(TRAIN[data_set], clients, 0)
         assert_disjoint_and_filled(shards, len(TRAIN[data_set]), clients)
 
 
@@ -296,7 +296,7 @@ def test_test_split_leaves_nobody_empty():
         (lambda: ClusteredEqual(delta=1.5), "delta = 1.5"),
         (lambda: ClusteredEqual(labels=2, samples=11), "samples = 11 must be a multiple of labels = 2"),
         (lambda: ClusteredNonEqual(low=1.2), "low = 1.2"),
-        (lambda: ClusteredEqual.feddrl("mnist", 20), "did you mean 'mnist, 10"),
+        (lambda: ClusteredEqual(paper="fashion_mnist"), "did you mean 'fashion-mnist'"),
         (lambda: ShardsEqual(0), "per_client = 0"),
         (lambda: ShardsNonEqual(11, 14), "low = 11"),
         (lambda: ShardsNonEqual(6, 5), "high = 5"),
@@ -319,6 +319,7 @@ def test_wrong_parameters_are_named(make, message):
         (ClusteredEqual(labels=2), [9, 9, 9], 3, "need 4 different labels but the data has 3"),
         (ClusteredEqual(samples=60), [100] * 4, 10, "label 0 needs 180 samples but has 100"),
         (ClusteredEqual(), [4] * 4, 10, "use fewer"),
+        (ClusteredNonEqual(paper="mnist"), [99] * 10, 20, "for 10 and for 100 clients, not for 20; use one of them"),
         (ShardsEqual(3), [5, 5], 4, "12 shards cannot be cut from 10 samples"),
     ],
 )

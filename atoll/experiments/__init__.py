@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import fmrl, per_fedavg
+from . import feddrl, fmrl, per_fedavg
 
 EXPERIMENTS: dict[str, type[Any]] = {
     "per-fedavg/table1": per_fedavg.Table1,
@@ -15,4 +15,11 @@ EXPERIMENTS: dict[str, type[Any]] = {
     "fmrl/fig6": fmrl.Fig6,
     "fmrl/orders": fmrl.Orders,
     "fmrl/privacy": fmrl.PrivacyCurve,
+    "feddrl/table3": feddrl.Table3,
+    "feddrl/table4": feddrl.Table4,
+    "feddrl/fig5": feddrl.Fig5,
+    "feddrl/fig6": feddrl.Fig6,
+    "feddrl/fig7": feddrl.Fig7,
+    "feddrl/fig8": feddrl.Fig8,
+    "feddrl/fig10": feddrl.Fig10,
 }

@@ -4,20 +4,120 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from scipy import stats
 
+from ..federation import Federation, Record, Run
+from ..fleet import Fleet, FleetWatcher
 from ..machine import cores
 from ..runs import write_atomically
 
 Cell = dict[str, Any]
 Track = Callable[[int, int, str], None]
+Results = Callable[[Fleet], list[Cell]]
+
+
+class Job(NamedTuple):
+    """A federation to train. `about` becomes part of its result; jobs of one `kin` may train as one batch."""
+
+    federation: Federation
+    about: Cell
+    kin: Hashable
+
+
+def train_jobs(
+    jobs: Mapping[str, Job],
+    folder: Path,
+    results: Results,
+    figures: Callable[[list[Record]], str],
+    track: Track,
+    together: int = 1,
+    workers: int = 1,
+) -> bool:
+    """Train every job that has no result of as many rounds yet; False if interrupted, and the same call then goes on.
+
+    Runs are kept in folder/runs, what `results` makes of them in folder/cells. Up to `together` runs train as one
+    batch, or several workers, as those of `run_cells`, train a run each. `figures` says how an evaluation went.
+    """
+    cells = folder / "cells"
+    cells.mkdir(parents=True, exist_ok=True)
+    missing = {name: job for name, job in jobs.items() if not _done(cells / f"{name}.json", job)}
+    if workers > 1:
+        for name in missing:
+            (cells / f"{name}.json").unlink(missing_ok=True)  # of a shorter run, which goes on
+        alone = {name: partial(_alone, name, job, folder, results) for name, job in jobs.items()}
+        return run_cells(alone, cells, track, workers)
+    total = sum(job.federation.rounds for job in jobs.values())
+    done = total - sum(job.federation.rounds for job in missing.values())
+    batch: dict[str, Job] = {}
+
+    def watch(records: list[Record]) -> None:
+        if "evaluation" in records[0]:
+            first = " ".join(str(value) for key, value in next(iter(batch.values())).about.items() if key != "seed")
+            more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
+            track(done + len(records) * records[0]["round"], total, f"{first}{more}: {figures(records)}")
+
+    for batch in _batches(missing, together):
+        for name, cell in _train(batch, folder, results, watch):
+            if cell is None:
+                return False
+            write_atomically(cells / f"{name}.json", json.dumps(cell))
+            done += batch[name].federation.rounds
+    return True
+
+
+def _done(path: Path, job: Job) -> bool:
+    """Whether the job has a result, of as many rounds; a longer run goes on where the shorter one ended."""
+    return path.exists() and bool(json.loads(path.read_text())["curve"][-1][0] == job.federation.rounds)
+
+
+def _batches(jobs: Mapping[str, Job], size: int) -> Iterator[dict[str, Job]]:
+    """Jobs that may train as one batch, at most `size` at a time."""
+    groups: dict[Hashable, list[str]] = {}
+    for name, (f, _, kin) in jobs.items():
+        groups.setdefault((f.clients, f.cohort, f.rounds, kin), []).append(name)
+    for group in groups.values():
+        for start in range(0, len(group), size):
+            yield {name: jobs[name] for name in group[start : start + size]}
+
+
+def _alone(name: str, job: Job, folder: Path, results: Results) -> Cell | None:
+    [(_, cell)] = _train({name: job}, folder, results)
+    return cell
+
+
+def _train(
+    batch: Mapping[str, Job], folder: Path, results: Results, watch: FleetWatcher | None = None
+) -> Iterator[tuple[str, Cell | None]]:
+    """Results by job, None where interrupted; runs at the same round with data of the same shapes are one fleet."""
+    runs: dict[str, Run] = {}
+    try:
+        fleets: dict[Hashable, list[str]] = {}
+        for name, job in batch.items():
+            run = runs[name] = job.federation.start_or_resume(folder / "runs" / name, any_rounds=True)
+            shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(run.problem))
+            fleets.setdefault((run.round, run.begun, shapes), []).append(name)
+        for names in fleets.values():
+            start = time.monotonic()
+            fleet = Fleet([runs[name] for name in names])
+            fleet.advance(watch, checkpoint_every=25)
+            if fleet.interrupted:
+                yield names[0], None
+                return
+            seconds = round((time.monotonic() - start) / len(names), 1)
+            for name, cell in zip(names, results(fleet), strict=True):
+                yield name, batch[name].about | cell | {"seconds": seconds}
+    finally:
+        for run in runs.values():
+            run.close()
 
 
 def run_cells(jobs: Mapping[str, Callable[[], Cell | None]], folder: Path, track: Track, workers: int) -> bool:
@@ -51,7 +151,7 @@ def _side_by_side(jobs: Mapping[str, Callable[[], Cell | None]], workers: int) -
     for worker in range(workers):
         free.put(cores()[worker % len(cores())])
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(workers, context, _settle, (free, cache)) as pool:
-        waiting = {pool.submit(job): name for name, job in jobs.items()}
+        waiting = {pool.submit(_obey, job): name for name, job in jobs.items()}
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
@@ -59,6 +159,21 @@ def _side_by_side(jobs: Mapping[str, Callable[[], Cell | None]], workers: int) -
             yield "interrupted", None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+_stopped = False  # whether this worker was told to stop
+
+
+def _obey(job: Callable[[], Cell | None]) -> Cell | None:
+    """The job's result; None if Ctrl-C ended it, and for every job after that which the worker had been given."""
+    global _stopped
+    if not _stopped:
+        try:
+            result = job()
+        except KeyboardInterrupt:
+            result = None
+        _stopped = result is None
+    return None if _stopped else result
 
 
 def _settle(free: Any, cache: str) -> None:

@@ -5,9 +5,6 @@ one batch on a GPU. A run that was interrupted goes on from its last checkpoint.
 """
 
 import dataclasses
-import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +15,15 @@ from matplotlib.figure import Figure
 from ..algorithms import Meta
 from ..algorithms.meta import ORDERS
 from ..errors import require, unknown
-from ..federation import Evaluation, Federation, Run
+from ..federation import Evaluation, Federation, Record
 from ..fleet import Fleet
 from ..problems import Locomotion
 from ..recipes import recipe
 from ..report.report import COLOURS, read_lines
 from ..rl.bodies import TASKS, Dynamics
-from ..runs import write_atomically
 from ..server import FedAdam, Server
-from .cells import Cell, Track, interval, read_cells, verdict
+from .cells import Cell, Job, Track, read_cells, train_jobs, verdict
+from .show import band, finish, header, row, shown, written
 
 METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}
 _CLIP = 0.003  # about the size of an honest client's update
@@ -119,57 +116,15 @@ class Item:
 
     def reproduce(self, track: Track) -> bool:
         """Run what is missing; False if interrupted."""
-        cells = self.folder / "cells"
-        cells.mkdir(parents=True, exist_ok=True)
-        jobs = {
-            (environment, label, seed): dataclasses.replace(federation, seed=seed)
-            for environment in self.environments
-            for label, federation in self.variants(environment).items()
-            for seed in range(self.seeds or (5 if self.scale == "paper" else 2))
-        }
-        missing = {job: f for job, f in jobs.items() if not self._done(job, f)}
-        total = sum(f.rounds for f in jobs.values())
-        done = total - sum(f.rounds for f in missing.values())
-        size = self.together or (1 if jax.default_backend() == "cpu" else 25)
-        for batch in _batches(missing, size):
-            runs: list[Run] = []
-
-            def watch(records: list[Any], batch: Any = batch, before: int = done) -> None:
-                if "evaluation" in records[0]:
-                    shown = ", ".join(" ".join(map(str, job[:2])) for job in batch[:1])
-                    returns = np.mean([r["evaluation"]["seen"]["return"] for r in records], 0)
-                    more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
-                    text = f"{shown}{more}: return {' → '.join(f'{v:.0f}' for v in returns)}"
-                    track(before + len(batch) * records[0]["round"], total, text)
-
-            try:
-                for job in batch:
-                    path = self.folder / "runs" / _name(job)
-                    runs.append(missing[job].start_or_resume(path, any_rounds=True))
-                start = time.monotonic()
-                fleet = Fleet(runs)
-                fleet.advance(watch, checkpoint_every=25)
-                if fleet.interrupted:
-                    return False
-                seconds = time.monotonic() - start
-                for job, cell in zip(batch, _cells(fleet), strict=True):
-                    environment, label, seed = job
+        jobs = {}
+        for environment in self.environments:
+            for label, federation in self.variants(environment).items():
+                for seed in range(self.seeds or (5 if self.scale == "paper" else 2)):
+                    name = f"{environment}-{label.replace(' ', '_').replace(',', '')}-seed{seed}"
                     about = {"environment": environment, "label": label, "seed": seed}
-                    cell = about | cell | {"seconds": round(seconds / len(batch), 1)}
-                    write_atomically(self._cell(job), json.dumps(cell))
-            finally:
-                for run in runs:
-                    run.close()
-            done += sum(missing[job].rounds for job in batch)
-        return True
-
-    def _done(self, job: tuple[str, str, int], federation: Federation) -> bool:
-        """Whether the job has a result, of as many rounds; a longer run goes on where the shorter one ended."""
-        path = self._cell(job)
-        return path.exists() and json.loads(path.read_text())["curve"][-1][0] == federation.rounds
-
-    def _cell(self, job: tuple[str, str, int]) -> Path:
-        return self.folder / "cells" / f"{_name(job)}.json"
+                    jobs[name] = Job(dataclasses.replace(federation, seed=seed), about, environment)
+        together = self.together or (1 if jax.default_backend() == "cpu" else 25)
+        return train_jobs(jobs, self.folder, _results, _figures, track, together)
 
     def cells(self) -> list[Cell]:
         """All results of this item, in the order of its variants."""
@@ -181,11 +136,7 @@ class Item:
         """The results in Markdown; also written beside them, as JSON, Markdown and pictures."""
         cells = self.cells()
         text = "\n\n".join(self.text(environment, _of(cells, environment)) for environment in self.environments)
-        (self.folder / f"{self.kind}.md").write_text(text + "\n")
-        rows = ",\n".join(json.dumps(cell) for cell in cells)
-        (self.folder / f"{self.kind}.json").write_text(f"[\n{rows}\n]\n")
-        self.picture(cells).savefig(self.folder / f"{self.kind}.png", dpi=130)
-        return f"{text}\n\n{self.folder}/{self.kind}.md, {self.kind}.json, {self.kind}.png"
+        return written(self.folder, self.kind, text, cells, self.picture(cells))
 
     def text(self, environment: str, cells: list[Cell]) -> str:
         """Returns after each step, by variant."""
@@ -211,12 +162,12 @@ class Table1(Item):
     def text(self, environment: str, cells: list[Cell]) -> str:
         """Our returns and the paper's, and whether its order of methods holds."""
         theirs = [f"*{method}*" for method in self.methods]
-        lines = [_title(environment, cells), "", _header(["steps", *self.methods, *theirs])]
+        lines = [_title(environment, cells), "", header(["steps", *self.methods, *theirs])]
         groups = _grouped(cells)
         for step in range(4):
             ours = [_shown([c["final"]["seen"] for c in groups.get(m, [])])[step] for m in self.methods]
             theirs = [f"*{PAPER[environment][m][step]}*" for m in self.methods]
-            lines.append(_row([str(step), *ours, *theirs]))
+            lines.append(row([str(step), *ours, *theirs]))
         lines += ["", "Columns in italics: the paper's."]
         if "FMRL" in groups:
             best = {m: [c["final"]["seen"][1] for c in group] for m, group in groups.items()}
@@ -243,8 +194,8 @@ class Fig6(Table1):
         for panel, environment in enumerate(self.environments):
             axes = canvas.add_subplot(1, len(self.environments), panel + 1)
             for colour, (label, group) in zip(COLOURS, _grouped(_of(cells, environment)).items(), strict=False):
-                _band(axes, colour, label, [list(enumerate(cell["final"]["new"])) for cell in group])
-            _finish(axes, environment, "adaptation steps", "mean return on new clients")
+                band(axes, colour, label, [list(enumerate(cell["final"]["new"])) for cell in group])
+            finish(axes, environment, "adaptation steps", "mean return on new clients")
         return canvas
 
 
@@ -331,11 +282,11 @@ class PrivacyCurve(Item):
             for step, colour in ((0, COLOURS[1]), (1, COLOURS[0])):
                 seeds = range(min(len(g) for g in private.values()))
                 lines = [[(e, private[e][s]["final"]["seen"][step]) for e in sorted(private)] for s in seeds]
-                _band(axes, colour, f"after {step} steps", lines)
+                band(axes, colour, f"after {step} steps", lines)
                 level = float(np.mean([c["final"]["seen"][step] for c in groups["no privacy"]]))
                 axes.axhline(level, color=colour, linestyle=(0, (4, 2)), linewidth=1)
             axes.set_xscale("log")
-            _finish(axes, f"{environment} (dashed: no privacy)", "epsilon of the whole run", "mean return")
+            finish(axes, f"{environment} (dashed: no privacy)", "epsilon of the whole run", "mean return")
         return canvas
 
 
@@ -344,18 +295,12 @@ def _evaluation(every: int, clients: int) -> Evaluation:
     return Evaluation(every=every, steps=3, rate=0.1, later=0.5, clients=clients)
 
 
-def _batches(jobs: dict[tuple[str, str, int], Federation], size: int) -> Iterator[list[tuple[str, str, int]]]:
-    """Jobs that fit into one batch, at most `size` at a time."""
-    groups: dict[Any, list[tuple[str, str, int]]] = {}
-    for job, f in jobs.items():
-        form = (f.clients, f.cohort, f.rounds, job[0])
-        groups.setdefault(form, []).append(job)
-    for group in groups.values():
-        for start in range(0, len(group), size):
-            yield group[start : start + size]
+def _figures(records: list[Record]) -> str:
+    returns = np.mean([record["evaluation"]["seen"]["return"] for record in records], 0)
+    return f"return {' → '.join(f'{value:.0f}' for value in returns)}"
 
 
-def _cells(fleet: Fleet) -> list[Cell]:
+def _results(fleet: Fleet) -> list[Cell]:
     """Curves and final scores on all clients of every run of a fleet."""
     f = fleet.runs[0].federation
     seen = [scores["return"] for scores in fleet.score(np.arange(f.clients), 3)]
@@ -380,11 +325,6 @@ def _short(values: Any) -> list[float]:
     return [float("nan") if v is None else round(float(v), 2) for v in values]
 
 
-def _name(job: tuple[str, str, int]) -> str:
-    environment, label, seed = job
-    return f"{environment}-{label.replace(' ', '_').replace(',', '')}-seed{seed}"
-
-
 def _of(cells: list[Cell], environment: str) -> list[Cell]:
     return [cell for cell in cells if cell["environment"] == environment]
 
@@ -399,9 +339,9 @@ def _grouped(cells: list[Cell]) -> dict[str, list[Cell]]:
 def _by_steps(environment: str, cells: list[Cell], clients: str, corner: str) -> str:
     """Returns of "seen" or "new" clients after each step, one row per variant."""
     steps = len(cells[0]["final"][clients])
-    lines = [_title(environment, cells), "", _header([corner, *(f"{k} steps" for k in range(steps))])]
+    lines = [_title(environment, cells), "", header([corner, *(f"{k} steps" for k in range(steps))])]
     for label, group in _grouped(cells).items():
-        lines.append(_row([label, *_shown([cell["final"][clients] for cell in group])]))
+        lines.append(row([label, *_shown([cell["final"][clients] for cell in group])]))
     return "\n".join(lines)
 
 
@@ -411,20 +351,11 @@ def _title(environment: str, cells: list[Cell]) -> str:
     return f"### {environment} ({rounds} rounds, {seeds} seeds, {minutes:.1f} min)"
 
 
-def _header(names: list[str]) -> str:
-    return _row(names) + "\n|" + "---|" * len(names)
-
-
-def _row(entries: list[str]) -> str:
-    return f"| {' | '.join(entries)} |"
-
-
 def _shown(rows: list[list[float]]) -> list[str]:
     """Means over seeds with intervals, by column."""
     if not rows:
         return [""] * 4
-    pairs = [interval(column) for column in np.array(rows, float).T]
-    return [f"{mean:.1f}" + ("" if np.isnan(half) else f" ± {half:.1f}") for mean, half in pairs]
+    return [shown(column, 1) for column in np.array(rows, float).T]
 
 
 def curves(cells: list[Cell], environments: tuple[str, ...]) -> Figure:
@@ -433,26 +364,7 @@ def curves(cells: list[Cell], environments: tuple[str, ...]) -> Figure:
     for panel, environment in enumerate(environments):
         axes = canvas.add_subplot(1, len(environments), panel + 1)
         for colour, (label, group) in zip(COLOURS, _grouped(_of(cells, environment)).items(), strict=False):
-            _band(axes, colour, None, [[(p[0], p[1]) for p in cell["curve"]] for cell in group], dashed=True)
-            _band(axes, colour, label, [[(p[0], p[2]) for p in cell["curve"]] for cell in group])
-        _finish(axes, f"{environment} (dashed: before the step)", "round", "mean return after one step")
+            band(axes, colour, None, [[(p[0], p[1]) for p in cell["curve"]] for cell in group], dashed=True)
+            band(axes, colour, label, [[(p[0], p[2]) for p in cell["curve"]] for cell in group])
+        finish(axes, f"{environment} (dashed: before the step)", "round", "mean return after one step")
     return canvas
-
-
-def _band(
-    axes: Any, colour: str, label: str | None, lines: list[list[tuple[float, float]]], dashed: bool = False
-) -> None:
-    """Mean of lines over seeds, with the range of the seeds shaded."""
-    points = np.array(lines, float)
-    x, y = points[0, :, 0], points[:, :, 1]
-    style: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.1} if dashed else {"linewidth": 2}
-    axes.plot(x, y.mean(0), color=colour, label=label, **style)
-    if len(y) > 1 and not dashed:
-        axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
-
-
-def _finish(axes: Any, title: str, x: str, y: str) -> None:
-    axes.set(title=title, xlabel=x, ylabel=y)
-    axes.legend(frameon=False, fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)

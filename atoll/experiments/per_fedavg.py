@@ -21,7 +21,8 @@ from ..errors import require
 from ..federation import Evaluation, Federation
 from ..machine import cores
 from ..problems import Classification
-from .cells import Cell, Track, interval, read_cells, run_cells, verdict
+from .cells import Cell, Track, read_cells, run_cells, verdict
+from .show import shown
 
 METHODS: dict[str, Order | None] = {"FedAvg": None, "FO": "first", "HF": "hessian-free", "exact": "exact"}
 TAUS, ALPHAS, SCALINGS, BETA = (4, 10), (0.001, 0.01), ("unit", "standard"), 0.001
@@ -148,10 +149,6 @@ def accuracies(
 
 
 def _scaling_text(cells: list[Cell], scaling: str) -> str:
-    def show(values: list[float]) -> str:
-        mean, half = interval(values)
-        return f"{mean:.2f}" + ("" if np.isnan(half) else f" ± {half:.2f}")
-
     mine = _of(cells, scaling)
     seeds = len({cell["seed"] for cell in mine})
     rounds = mine[0]["curve"][-1][0]
@@ -166,7 +163,7 @@ def _scaling_text(cells: list[Cell], scaling: str) -> str:
         for alpha in ALPHAS:
             for method in METHODS:
                 ours = [
-                    show(accuracies(mine, scaling, tau, alpha, method, when, source))
+                    shown(accuracies(mine, scaling, tau, alpha, method, when, source), 2)
                     for when, source in (("before", "train"), ("after", "train"), ("after", "test"))
                 ]
                 theirs = [str(paper.get((tau, alpha, method), "")) for paper in (ORIGINAL, REPRODUCTION)]

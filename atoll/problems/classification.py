@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from .partition import PARTITIONS, Partition
 _SCORE_CHUNK = 64  # samples scored at a time: bounds memory, and wastes little on small clients
 _ORDER_STEP = 1 << 15  # lengths of index lists are multiples of it
 _NEW_CLIENTS = 31  # names the random numbers that choose them, apart from the partition's own
-_SCALINGS = ("unit", "standard", "none")
+Scaling = Literal["unit", "standard", "none"]
 
 
 class Shard(NamedTuple):
@@ -156,22 +156,22 @@ class Classification(ProblemSettings):
     """Images or other arrays with labels, dealt out to clients."""
 
     data: Annotated[str | Dataset | Federated, tyro.conf.arg(constructor=str, metavar="NAME|DIR")] = "mnist"
-    """mnist, fashion-mnist, cifar10, cifar100, glyphs, or a folder with one .npz (x, y) per client"""
+    """mnist, cifar100, glyphs or another that `atoll list` shows, or a folder with one .npz (x, y) per client"""
     partition: Annotated[str | Partition, tyro.conf.arg(constructor=str, metavar="SPEC")] = "per-fedavg"
     """who holds what, e.g. iid or dirichlet(alpha=0.3); `atoll list` shows all (a folder's clients keep their own)"""
     model: Annotated[str | Model, tyro.conf.arg(constructor=str, metavar="SPEC")] = "mlp(widths=(80, 60))"
     """logistic, mlp(widths=(80, 60), activation=elu), cnn, vgg11"""
     batch: int = 40
     """samples in a minibatch"""
-    scaling: Literal["unit", "standard", "none"] = "unit"
+    scaling: Scaling = "unit"
     """inputs: unit maps bytes to [0, 1], standard to mean 0 and deviation 1 per channel; floats: none or standard"""
     adapt: Literal["train", "test"] = "train"
     """what personalises at evaluation: training samples, or test samples that are then not scored"""
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, f"batch is {self.batch}; a minibatch needs at least 1 sample")
-        if self.scaling not in _SCALINGS:
-            raise unknown("scaling", self.scaling, _SCALINGS)
+        if self.scaling not in get_args(Scaling):
+            raise unknown("scaling", self.scaling, get_args(Scaling))
         require(self.adapt in ("train", "test"), f"adapt is '{self.adapt}'; choose train or test")
 
     def config(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Classification(ProblemSettings):
             )
         else:
             data, partition = source, parse_spec("partition", PARTITIONS, self.partition)
-            train = partition.split(data.y, total, seed)
+            train = partition.split(data.y if data.index is None else data.index, total, seed)
             test = partition.split_test(data.y_test, data.y, train, seed)
         if new_clients:  # partitions put like clients side by side: which ones stay out of training must be chance
             order = np.random.default_rng([seed, _NEW_CLIENTS]).permutation(total)

@@ -13,7 +13,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ Array = NDArray[Any]
 class Dataset:
     """Samples x [N, ...] with labels y [N] int32 in 0..classes-1, and the same for the test part.
 
-    Images are uint8 [N, H, W, C]; a user's own data may be float32 of any trailing shape.
+    Images are uint8 [N, H, W, C]; a user's own data may be float32 of any trailing shape. `index` [N] holds the labels
+    by which partitions deal out the training samples (None: y).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Dataset:
     x_test: Array
     y_test: NDArray[np.int32]
     classes: int
+    index: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ _OFFICIAL: dict[str, _Idx | _Cifar] = {
         classes=100,
     ),
 }
-DATASETS: tuple[str, ...] = (*_OFFICIAL, "glyphs")
+AS_PUBLISHED = "cifar100-as-published"
+DATASETS: tuple[str, ...] = (*_OFFICIAL, AS_PUBLISHED, "glyphs")
 
 
 def load(name: str) -> Dataset:
@@ -129,10 +132,26 @@ def load(name: str) -> Dataset:
         from atoll.problems.glyphs import glyphs  # here, because it brings matplotlib, which no other set needs
 
         return Dataset(name, *glyphs(), classes=10)
+    if name == AS_PUBLISHED:
+        return _as_published()
     source = _OFFICIAL.get(name)
     if source is None:
         raise unknown("data set", name, DATASETS)
     return _load_idx(name, source) if isinstance(source, _Idx) else _load_cifar(name, source)
+
+
+def _as_published() -> Dataset:
+    """CIFAR-10 with 100 outputs, dealt out by CIFAR-100's labels: only for comparison with FedDRL's CIFAR-100 columns.
+
+    The published program of FedDRL's authors loads CIFAR-10 wherever it says CIFAR-100, and gives row i to the client
+    that its index file, drawn on the labels of CIFAR-100, gives row i of CIFAR-100. Clients are then nearly IID.
+    """
+    images, labels = load("cifar10"), load("cifar100").y
+    require(
+        len(labels) == len(images.y),
+        f"{AS_PUBLISHED}: cifar10 has {len(images.y)} training images and cifar100 {len(labels)}; replace one",
+    )
+    return replace(images, name=AS_PUBLISHED, classes=100, index=labels)
 
 
 # Where files are.

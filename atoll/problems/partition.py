@@ -10,7 +10,7 @@ and `ShardsNonEqual`; that of Per-FedAvg (Fallah et al., NeurIPS 2020) is `PerFe
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -175,17 +175,11 @@ class _Federation(NamedTuple):
 FEDDRL = {
     ("mnist", 10): _Federation(2, 1960, 0.4, 3.0),
     ("mnist", 100): _Federation(2, 192, 0.72, 1.18),
-    ("fashion_mnist", 10): _Federation(2, 2000, 0.4, 3.0),
-    ("fashion_mnist", 100): _Federation(2, 200, 0.72, 1.18),
+    ("fashion-mnist", 10): _Federation(2, 2000, 0.4, 3.0),
+    ("fashion-mnist", 100): _Federation(2, 200, 0.72, 1.18),
     ("cifar100", 10): _Federation(20, 1600, 0.4, 2.5),
     ("cifar100", 100): _Federation(20, 160, 0.72, 1.18),
 }
-
-
-def _feddrl(data: str, clients: int) -> _Federation:
-    if (data, clients) not in FEDDRL:
-        raise unknown("federation of FedDRL", f"{data}, {clients} clients", (f"{d}, {n} clients" for d, n in FEDDRL))
-    return FEDDRL[data, clients]
 
 
 @dataclass(frozen=True)
@@ -196,13 +190,19 @@ class ClusteredEqual(Partition):
     6+1+1+1+1), and random ones otherwise (N = 100). Clients come in this order, the main group first.
     `samples` is the size of a client, half of it of each label when there are two; 0 takes the largest that fits.
     Labels are drawn among those that have enough samples for it.
+    `paper` names the data of an experiment of FedDRL (mnist, fashion-mnist, cifar100): `labels` and `samples` are then
+    those of its authors' index files for 10 or 100 clients.
     """
 
     delta: float = 0.6
     labels: int = 2
     samples: int = 0
+    paper: str = ""
 
     def __post_init__(self) -> None:
+        known = dict.fromkeys(data for data, _ in FEDDRL)
+        if self.paper and self.paper not in known:
+            raise unknown("paper", self.paper, known)
         require(0 < self.delta <= 1, f"delta = {self.delta} must be above 0 and at most 1: the main group's share")
         require(self.labels >= 1, f"labels = {self.labels}: a client needs at least one label")
         require(
@@ -210,11 +210,15 @@ class ClusteredEqual(Partition):
             f"samples = {self.samples} must be a multiple of labels = {self.labels}, or 0 for the largest that fits",
         )
 
-    @classmethod
-    def feddrl(cls, data: str, clients: int, delta: float = 0.6) -> Self:
-        """Build the partition of FedDRL's experiments for one of the keys of `FEDDRL`."""
-        paper = _feddrl(data, clients)
-        return cls(delta, paper.labels, paper.samples)
+    def _settled(self, clients: int) -> Self:
+        """The partition with its numbers in place of the paper's name."""
+        require(
+            (self.paper, clients) in FEDDRL,
+            f"paper = {self.paper} has index files for 10 and for 100 clients, not for {clients}; use one of them, or "
+            "give labels and samples in place of paper",
+        )
+        numbers = FEDDRL[self.paper, clients]._asdict()
+        return replace(self, paper="", **{f.name: numbers[f.name] for f in fields(self) if f.name in numbers})
 
     def factors(self, main: int, others: int, rng: np.random.Generator) -> Floats:
         """Size of every client in units of `samples`, (main + others,)."""
@@ -222,6 +226,8 @@ class ClusteredEqual(Partition):
 
     def counts(self, have: Ints, clients: int, rng: np.random.Generator) -> Ints:
         """See `Partition.counts`."""
+        if self.paper:
+            return self._settled(clients).counts(have, clients, rng)
         main = max(1, round(self.delta * clients))
         others = clients - main
         present = _present(have, self.labels * (2 if others else 1))
@@ -265,6 +271,7 @@ class ClusteredNonEqual(ClusteredEqual):
     They range from `low` to `high` over the clients outside the main group, and within it from `low` to 2 - low (or
     `high`, if less), so that the main group uses no more data than if all had the same size.
     A client's number of samples of one of its labels is rounded down: 0.72 to 1.18 times 96 gives 69 to 113.
+    With `paper`, `low` and `high` too are the paper's.
     """
 
     low: float = 0.4
@@ -276,11 +283,6 @@ class ClusteredNonEqual(ClusteredEqual):
             0 < self.low <= 1 <= self.high < np.inf,
             f"low = {self.low} and high = {self.high} must be positive and enclose 1, the equal size",
         )
-
-    @classmethod
-    def feddrl(cls, data: str, clients: int, delta: float = 0.6) -> Self:
-        """Build the partition of FedDRL's experiments for one of the keys of `FEDDRL`."""
-        return cls(delta, *_feddrl(data, clients))
 
     def factors(self, main: int, others: int, rng: np.random.Generator) -> Floats:
         """See `ClusteredEqual.factors`."""

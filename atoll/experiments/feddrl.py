@@ -1,0 +1,521 @@
+"""FedDRL's tables and figures: clients weighed by an agent, against FedAvg, FedProx, SingleSet (Nguyen et al. 2022).
+
+The paper scores a method by the best accuracy over all rounds, of the shared model on the whole test set. That is the
+maximum of a curve which swings by several points from round to round, so the mean over the last rounds stands beside
+it. Seeds train as one batch on a GPU, and side by side on the cores of a CPU. An interrupted run goes on from its last
+checkpoint.
+"""
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from ..errors import require, unknown
+from ..federation import Evaluation, Federation, Record
+from ..fleet import Fleet
+from ..machine import cores
+from ..problems import Classification
+from ..problems.partition import PARTITIONS, ClusteredEqual
+from ..recipes import recipe
+from ..report.report import COLOURS, read_lines
+from ..server import WEIGHTINGS, Server
+from ..settings import parse_spec
+from .cells import Cell, Job, Track, train_jobs, verdict
+from .show import band, finish, header, row, shown, written
+
+# Algorithm and weighting.
+METHODS = {
+    "SingleSet": ("centralised", "samples"),
+    "FedAvg": ("fedavg", "samples"),
+    "FedProx": ("fedprox", "samples"),
+    "FedDRL": ("fedavg", "feddrl"),
+}
+RIVALS = ("FedAvg", "FedProx")
+FEDERATED = (*RIVALS, "FedDRL")
+DATA = {
+    "quick": ("glyphs", "mnist", "fashion-mnist"),
+    "paper": ("cifar100", "fashion-mnist", "mnist", "cifar100-as-published"),
+}
+SPLITS = ("pa", "ce", "cn", "equal", "nonequal")
+NOTES = (
+    "Accuracy (%) of the shared model on the whole test set: mean and 95% interval over seeds; in brackets its "
+    "deviation between rounds, in italics the paper's."
+)
+
+# The paper's Tables 3 and 4: best top-1 accuracy (%) by data and clients, for the partitions in the order of SPLITS.
+PAPER: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {
+    ("cifar100", 10): {
+        "SingleSet": (75.63, 68.60, 72.67, 81.16, 81.56), "FedAvg": (69.81, 62.18, 64.60, 75.52, 75.50),
+        "FedProx": (71.13, 62.25, 66.80, 70.18, 76.65), "FedDRL": (72.63, 64.51, 67.32, 76.65, 76.90),
+    },
+    ("cifar100", 100): {
+        "SingleSet": (64.55, 71.26, 68.73, 81.34, 81.59), "FedAvg": (58.29, 60.95, 58.17, 72.71, 72.44),
+        "FedProx": (56.03, 55.55, 60.53, 72.52, 72.89), "FedDRL": (58.41, 61.12, 61.51, 73.47, 73.42),
+    },
+    ("fashion-mnist", 10): {
+        "SingleSet": (90.06, 88.90, 88.48), "FedAvg": (86.19, 82.49, 82.97),
+        "FedProx": (86.54, 82.52, 82.43), "FedDRL": (86.92, 82.59, 84.26),
+    },
+    ("fashion-mnist", 100): {
+        "SingleSet": (88.90, 88.60, 88.35), "FedAvg": (85.57, 84.88, 83.82),
+        "FedProx": (86.36, 84.78, 83.89), "FedDRL": (86.65, 86.71, 86.69),
+    },
+    ("mnist", 10): {
+        "SingleSet": (97.65, 98.87, 99.01), "FedAvg": (89.58, 98.13, 97.98),
+        "FedProx": (97.23, 96.89, 96.88), "FedDRL": (97.31, 98.13, 98.08),
+    },
+    ("mnist", 100): {
+        "SingleSet": (99.19, 98.79, 98.82), "FedAvg": (98.43, 97.90, 98.22),
+        "FedProx": (98.20, 97.95, 98.13), "FedDRL": (98.63, 98.03, 98.27),
+    },
+}  # fmt: skip
+
+
+class Setting(NamedTuple):
+    """A federation's data, how it is dealt out, and to how many clients."""
+
+    data: str
+    partition: str
+    clients: int
+
+    def __str__(self) -> str:
+        return f"{self.data} {self.partition.upper()}, N = {self.clients}"
+
+
+class Choice(NamedTuple):
+    """What an item compares."""
+
+    data: tuple[str, ...] = ("cifar100", "fashion-mnist", "mnist")
+    partitions: tuple[str, ...] = ("pa", "ce", "cn")
+    clients: tuple[int, ...] = (10, 100)
+    methods: tuple[str, ...] = tuple(METHODS)
+
+
+def paper(setting: Setting, method: str) -> float | None:
+    """The paper's accuracy (%), if it has one; what it calls CIFAR-100 stands beside both of ours."""
+    columns = PAPER.get((setting.data.removesuffix("-as-published"), setting.clients), {}).get(method, ())
+    return dict(zip(SPLITS, columns, strict=False)).get(setting.partition)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Settings of every item."""
+
+    scale: Literal["quick", "paper"] = "quick"
+    """paper: the paper's, 1,000 rounds, 5 seeds; quick: generated digits, a small MLP, 1 epoch, 40 rounds, 2 seeds"""
+    data: tuple[str, ...] = ()
+    """at paper scale cifar100, cifar100-as-published, mnist, fashion-mnist; at quick scale glyphs and the last two"""
+    partitions: tuple[str, ...] = ()
+    """pa, ce, cn, equal, nonequal (default: those of the paper's item)"""
+    clients: tuple[int, ...] = ()
+    """10, 100 or both (default: those of the paper's item)"""
+    methods: tuple[str, ...] = ()
+    """SingleSet, FedAvg, FedProx, FedDRL, or weightings as "feddrl(batch=16)" (default: those of the paper's item)"""
+    seeds: int | None = None
+    """number of seeds (default: the scale's)"""
+    rounds: int | None = None
+    """rounds of training (default: the scale's)"""
+    together: int | None = None
+    """runs trained as one batch (default: 10 on a GPU; on a CPU runs go side by side, one on each core)"""
+    out: Path = Path("runs/reproduce")
+    """folder of the results"""
+
+    shows: ClassVar[Choice] = Choice()  # in the paper
+    varies: ClassVar[str] = ""  # what else a figure varies, and its values
+    values: ClassVar[tuple[Any, ...]] = (None,)
+
+    def __post_init__(self) -> None:
+        names = [method.partition("(")[0].strip() for method in self.methods]
+        for kind, values, known in (
+            (f"data at {self.scale} scale", self.data, DATA[self.scale]),
+            ("partition", self.partitions, SPLITS),
+            ("method", names, (*METHODS, *WEIGHTINGS)),
+        ):
+            for value in values:
+                if value not in known:
+                    raise unknown(kind, value, known)
+        for number in self.clients:
+            require(number in (10, 100), f"clients is {number}; the paper has federations of 10 and of 100")
+        for method in self.methods:
+            parse_spec("method", WEIGHTINGS, _what(method)[1])
+        for name in ("seeds", "rounds", "together"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+
+    @property
+    def kind(self) -> str:
+        """The item's name in files."""
+        return type(self).__name__.lower()
+
+    @property
+    def folder(self) -> Path:
+        """Where this item's results are; items that compare the methods share theirs."""
+        return self.out / f"feddrl-{self.kind if self.varies else 'methods'}-{self.scale}"
+
+    @property
+    def chosen(self) -> Choice:
+        """What is compared."""
+        usual = self.shows._replace(data=("glyphs",)) if self.scale == "quick" else self.shows
+        return Choice(*(getattr(self, name) or getattr(usual, name) for name in Choice._fields))
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All settings, partitions side by side."""
+        found = itertools.product(self.chosen.data, self.chosen.clients, self.chosen.partitions)
+        return [Setting(data, partition, clients) for data, clients, partition in found]
+
+    def federation(self, setting: Setting, method: str, value: Any = None) -> Federation:
+        """A method in the paper's setting, or in a small one; `value` is that of what is varied."""
+        algorithm, weighting = _what(method)
+        data, partition, clients = setting
+        f = recipe(f"feddrl/{'mnist' if data == 'glyphs' else data}-{partition}").with_algorithm(algorithm)
+        rounds, every = self.rounds or (1000 if self.scale == "paper" else 40), 5
+        if self.scale == "quick":
+            f, every = _small(f, data), 1
+        elif method == "SingleSet":  # the epochs that 10 of 100 clients do in ten times as many rounds
+            rounds, every = max(1, rounds // 10), 1
+        evaluation = Evaluation(every=every, steps=0)
+        f = dataclasses.replace(f, server=Server(weighting), clients=clients, rounds=rounds, evaluation=evaluation)
+        return f if value is None else self.vary(f, value)
+
+    def vary(self, federation: Federation, value: Any) -> Federation:
+        """The federation with another value of what is varied."""
+        raise NotImplementedError
+
+    def jobs(self) -> dict[str, Job]:
+        """All runs, by name."""
+        seeds = range(self.seeds or (5 if self.scale == "paper" else 2))
+        found = {}
+        for setting, method, value, seed in itertools.product(self.settings, self.chosen.methods, self.values, seeds):
+            varied = {self.varies: value} if self.varies else {}
+            about = setting._asdict() | {"method": method} | varied | {"seed": seed}
+            words = [
+                f"{key}{word}" if key not in ("data", "partition", "method") else word for key, word in about.items()
+            ]
+            federation = dataclasses.replace(self.federation(setting, method, value), seed=seed)
+            found[re.sub(r"[^\w.=-]+", "_", "-".join(words))] = Job(federation, about, (setting.data, method))
+        return found
+
+    def reproduce(self, track: Track) -> bool:
+        """Run what is missing; False if interrupted."""
+        alone = jax.default_backend() == "cpu" and self.together is None
+        workers = len(cores()) if alone else 1
+        return train_jobs(self.jobs(), self.folder, _results, _figures, track, self.together or 10, workers)
+
+    def table(self) -> str:
+        """The results in Markdown; also written beside them, as JSON, Markdown and a picture."""
+        cells = [json.loads((self.folder / "cells" / f"{name}.json").read_text()) for name in self.jobs()]
+        return written(self.folder, self.kind, self.text(cells), cells, self.picture(cells))
+
+    def text(self, cells: list[Cell]) -> str:
+        """The item's tables."""
+        raise NotImplementedError
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """Accuracy by round."""
+        canvas, panels = self.panels()
+        for setting, (axes,) in panels.items():
+            for colour, method in zip(COLOURS, self.chosen.methods, strict=False):
+                band(axes, colour, method, [cell["curve"] for cell in _of(cells, setting, method=method)])
+            finish(axes, str(setting), "round", "test accuracy (%)")
+        return canvas
+
+    def panels(self, each: int = 1) -> tuple[Figure, dict[Setting, list[Any]]]:
+        """A canvas with `each` axes, one below the other, for every setting."""
+        columns = len(self.chosen.partitions)
+        rows = len(self.settings) // columns * each
+        canvas = Figure(figsize=(4.4 * columns, 3.3 * rows), layout="constrained")
+        grid = canvas.subplots(rows, columns, squeeze=False)
+        return canvas, {
+            setting: [grid[i // columns * each + k][i % columns] for k in range(each)]
+            for i, setting in enumerate(self.settings)
+        }
+
+
+class Table3(Item):
+    """SingleSet, FedAvg, FedProx and FedDRL on three data sets and partitions, 10 and 100 clients, and the paper's."""
+
+    def text(self, cells: list[Cell]) -> str:
+        """Accuracies, ours and the paper's, and whether the agent leads."""
+        parts = [self._accuracies(data, [cell for cell in cells if cell["data"] == data]) for data in self.chosen.data]
+        return "\n\n".join([*parts, NOTES, *self._claims(cells)])
+
+    def _accuracies(self, data: str, cells: list[Cell]) -> str:
+        known = any(s.data == data and paper(s, "FedDRL") for s in self.settings)
+        columns = ["best", *(["*paper*"] if known else []), _last(cells)]
+        names = [f"{partition.upper()}, {column}" for partition in self.chosen.partitions for column in columns]
+        lines = [_title(data, cells), "", header(["N", "method", *names])]
+        for clients, method in itertools.product(self.chosen.clients, self.chosen.methods):
+            entries = [str(clients), method]
+            for partition in self.chosen.partitions:
+                setting = Setting(data, partition, clients)
+                group, theirs = _of(cells, setting, method=method), paper(setting, method)
+                entries.append(shown(_scores(group, "best"), 2))
+                if known:
+                    entries.append(f"*{theirs:.2f}*" if theirs else "")
+                deviation = np.mean([cell["last_tenth"][1] for cell in group])
+                entries.append(f"{shown(_scores(group, 'last_tenth'), 2)} ({deviation:.1f})")
+            lines.append(row(entries))
+        return "\n".join(lines)
+
+    def _claims(self, cells: list[Cell]) -> list[str]:
+        """The paper's claim, setting by setting, if all methods that it speaks of were run."""
+        agents = [method for method in self.chosen.methods if method == "FedDRL" or method not in METHODS]
+        if not agents or not set(RIVALS) <= set(self.chosen.methods):
+            return []
+        claim = "at least as good as the better of FedAvg and FedProx"
+        lines = [header([claim, "by the best", f"by the {_last(cells)}", "*paper, by the best*"])]
+        for setting, agent in itertools.product(self.settings, agents):
+            answers = []
+            for score in ("best", "last_tenth"):
+                ours, *rivals = (_scores(_of(cells, setting, method=m), score) for m in (agent, *RIVALS))
+                answers.append(verdict(ours, max(rivals, key=np.mean)))
+            theirs, *others = (paper(setting, method) for method in (agent, *RIVALS))
+            lead = f"*{theirs - max(filter(None, others)):+.2f}*" if theirs else ""
+            lines.append(row([f"{agent}, {setting}", *answers, lead]))
+        beyond = "A claim holds, or is reversed, where the difference, paired by seed, is beyond its 95% interval."
+        return ["\n".join(lines), beyond]
+
+
+class Table4(Table3):
+    """The same four methods on data cut into shards, equally or unequally many a client, and the paper's figures."""
+
+    shows = Choice(("cifar100",), ("equal", "nonequal"))
+
+
+class Fig5(Table3):
+    """Accuracy by round of FedAvg, FedProx and FedDRL (the runs of table 3)."""
+
+    shows = Choice(methods=FEDERATED)
+
+
+class Fig6(Item):
+    """Mean and variance over clients of the shared model's loss, relative to FedDRL (the runs of table 3)."""
+
+    shows = Choice(("cifar100",), clients=(10,), methods=FEDERATED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("FedDRL" in self.chosen.methods, "figure 6 is relative to FedDRL; add FedDRL to methods")
+        require("SingleSet" not in self.chosen.methods, "SingleSet has rounds of its own; leave it out of figure 6")
+
+    def text(self, cells: list[Cell]) -> str:
+        """Losses over the last rounds."""
+        names = ["", "method", "mean", "variance", "mean, relative", "variance, relative"]
+        lines = [_title("Losses of clients", cells), "", header(names)]
+        for setting in self.settings:
+            final = {}
+            for method in self.chosen.methods:
+                final[method] = np.mean([tail(c["losses"]).mean(0) for c in _of(cells, setting, method=method)], 0)
+            for method, numbers in final.items():
+                ratios = numbers / final["FedDRL"]
+                lines.append(row([str(setting), method, *(f"{number:.3f}" for number in (*numbers, *ratios))]))
+        return "\n".join([*lines, "", f"On clients' own test samples, mean over seeds and over the {_last(cells)}."])
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """Means above, variances below."""
+        canvas, panels = self.panels(each=2)
+        for setting, pair in panels.items():
+            losses = {m: np.mean([c["losses"] for c in _of(cells, setting, method=m)], 0) for m in self.chosen.methods}
+            for column, (axes, what) in enumerate(zip(pair, ("mean", "variance"), strict=True), 1):
+                for colour, (method, table) in zip(COLOURS, losses.items(), strict=False):
+                    ratio = table[:, column] / losses["FedDRL"][:, column]
+                    band(axes, colour, method, [np.column_stack([table[:, 0], ratio]).tolist()])
+                finish(axes, str(setting), "round", f"{what} of losses / FedDRL's")
+        return canvas
+
+
+class Fig10(Item):
+    """Rounds to an accuracy that FedAvg, FedProx and FedDRL all reach (the runs of table 3)."""
+
+    shows = Choice(methods=FEDERATED)
+
+    def text(self, cells: list[Cell]) -> str:
+        """Rounds by method."""
+        lines = [_title("Rounds to the target", cells), "", header(["", "target (%)", *self.chosen.methods])]
+        for setting in self.settings:
+            targets, rounds = self._rounds(cells, setting)
+            lines.append(row([str(setting), shown(targets, 2), *(shown(values, 0) for values in rounds.values())]))
+        return "\n".join([*lines, "", "The target is, seed by seed, the lowest of the methods' best accuracies."])
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """Bars, with the range of the seeds."""
+        canvas, panels = self.panels()
+        for setting, (axes,) in panels.items():
+            for place, (method, rounds) in enumerate(self._rounds(cells, setting)[1].items()):
+                mean = np.mean(rounds)
+                reach = [[mean - min(rounds)], [max(rounds) - mean]]
+                axes.bar(place, mean, yerr=reach, color=COLOURS[place % len(COLOURS)], label=method, capsize=3)
+            axes.set_xticks([])
+            finish(axes, str(setting), "", "rounds to the target")
+        return canvas
+
+    def _rounds(self, cells: list[Cell], setting: Setting) -> tuple[list[float], dict[str, list[int]]]:
+        """Targets by seed, and for each method its rounds to them."""
+        curves = {m: [cell["curve"] for cell in _of(cells, setting, method=m)] for m in self.chosen.methods}
+        targets = [min(best(curve) for curve in of_seed) for of_seed in zip(*curves.values(), strict=True)]
+        found = {}
+        for method, of_method in curves.items():
+            reached = [rounds_to(curve, target) for curve, target in zip(of_method, targets, strict=True)]
+            found[method] = [round_ for round_ in reached if round_ is not None]
+        return targets, found
+
+
+class Varied(Item):
+    """An item with a setting of the federation on its horizontal axis."""
+
+    def text(self, cells: list[Cell]) -> str:
+        """Accuracies by value."""
+        names = [f"{method}, {score}" for method in self.chosen.methods for score in ("best", _last(cells))]
+        lines = [_title(f"By {self.varies}", cells), "", header(["", self.varies, *names])]
+        for setting, value in itertools.product(self.settings, self.values):
+            entries = [str(setting), str(value)]
+            for method in self.chosen.methods:
+                group = _of(cells, setting, **{"method": method, self.varies: value})
+                entries += [shown(_scores(group, score), 2) for score in ("best", "last_tenth")]
+            lines.append(row(entries))
+        return "\n".join([*lines, "", NOTES])
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """The best over all rounds dashed, the mean over the last ones solid."""
+        canvas, panels = self.panels()
+        for setting, (axes,) in panels.items():
+            for colour, method in zip(COLOURS, self.chosen.methods, strict=False):
+                groups = [_of(cells, setting, **{"method": method, self.varies: value}) for value in self.values]
+                for score, label in (("best", None), ("last_tenth", method)):
+                    by_seed = zip(*(_scores(group, score) for group in groups), strict=True)
+                    lines = [list(zip(self.values, of_seed, strict=True)) for of_seed in by_seed]
+                    band(axes, colour, label, lines, dashed=label is None)
+            finish(axes, f"{setting} (dashed: best)", self.varies, f"test accuracy (%), {_last(cells)}")
+        return canvas
+
+
+class Fig7(Varied):
+    """Accuracy by the number of clients in a round, K in 10..50 of 100."""
+
+    shows = Choice(("cifar100",), ("ce",), (100,), FEDERATED)
+    varies = "K"
+    values = (10, 20, 30, 40, 50)
+
+    def vary(self, federation: Federation, value: Any) -> Federation:
+        """Another cohort."""
+        return dataclasses.replace(federation, cohort=value)
+
+
+class Fig8(Varied):
+    """Accuracy by the share of clients in the main group, delta in 0.2..0.6."""
+
+    shows = Choice(("fashion-mnist",), ("ce",), (100,), FEDERATED)
+    varies = "delta"
+    values = (0.2, 0.3, 0.4, 0.5, 0.6)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for partition in self.partitions:
+            require(partition in ("ce", "cn"), f"partition {partition} has no main group; figure 8 is for ce and cn")
+
+    def vary(self, federation: Federation, value: Any) -> Federation:
+        """Another main group."""
+        problem, partition = _dealt(federation)
+        return dataclasses.replace(
+            federation, problem=dataclasses.replace(problem, partition=dataclasses.replace(partition, delta=value))
+        )
+
+
+def best(curve: list[Any]) -> float:
+    """The highest accuracy of a curve of (round, accuracy)."""
+    return float(max(accuracy for _, accuracy in curve))
+
+
+def tail(points: list[Any], share: int = 10) -> np.ndarray:
+    """What a table with rounds in its first column says of the last tenth of them (or a fifth: share 5), [n, ...]."""
+    table = np.array(points, float)
+    last = table[-1, 0]
+    return table[table[:, 0] > last - max(1, last // share), 1:]
+
+
+def rounds_to(curve: list[Any], target: float) -> int | None:
+    """The first round whose accuracy is at least `target`; None if there is none."""
+    return next((round_ for round_, accuracy in curve if accuracy >= target), None)
+
+
+def summary(curve: list[Any]) -> Cell:
+    """The best of a curve of (round, accuracy), and mean and deviation over its last tenth and fifth of rounds."""
+    found: Cell = {"best": best(curve)}
+    for name, share in (("last_tenth", 10), ("last_fifth", 5)):
+        values = tail(curve, share)
+        found[name] = [round(float(values.mean()), 3), round(float(values.std()), 3)]
+    return found
+
+
+def _what(method: str) -> tuple[str, str]:
+    """Algorithm and weighting of a method."""
+    return METHODS.get(method, ("fedavg", method))
+
+
+def _dealt(federation: Federation) -> tuple[Classification, Any]:
+    """The problem and its partition."""
+    assert isinstance(federation.problem, Classification)
+    return federation.problem, parse_spec("partition", PARTITIONS, federation.problem.partition)
+
+
+def _small(federation: Federation, data: str) -> Federation:
+    """The federation with a small network, one epoch a round, and clusters of what the data has."""
+    problem, partition = _dealt(federation)
+    if isinstance(partition, ClusteredEqual):
+        partition = dataclasses.replace(partition, paper="")
+    problem = dataclasses.replace(problem, data=data, partition=partition, model="mlp(widths=(80, 60))")
+    algorithm = dataclasses.replace(federation.algorithm, rate=0.05, epochs=1)  # type: ignore[type-var]
+    return dataclasses.replace(federation, problem=problem, algorithm=algorithm)
+
+
+def _figures(records: list[Record]) -> str:
+    return f"accuracy {np.mean([100 * record['evaluation']['shared']['accuracy'] for record in records]):.1f}%"
+
+
+def _results(fleet: Fleet) -> list[Cell]:
+    """Of every run of a fleet: accuracy by round, mean and variance of its clients' losses by round, a summary."""
+    cells = []
+    for run in fleet.runs:
+        assert run.files is not None
+        logged = [r for r in read_lines(run.files.path / "metrics.jsonl") if "evaluation" in r]
+        curve = [[r["round"], round(100 * r["evaluation"]["shared"]["accuracy"], 3)] for r in logged]
+        losses = []
+        for record in read_lines(run.files.path / "clients.jsonl"):
+            by_client = np.array(record["seen"]["loss"], float)[:, 0]
+            losses.append(
+                [record["round"], round(float(np.nanmean(by_client)), 5), round(float(np.nanvar(by_client)), 5)]
+            )
+        cells.append({"curve": curve, "losses": losses} | summary(curve))
+    return cells
+
+
+def _of(cells: list[Cell], setting: Setting, **about: Any) -> list[Cell]:
+    """Results of a setting, by seed."""
+    wanted = setting._asdict() | about
+    return [cell for cell in cells if all(cell[key] == value for key, value in wanted.items())]
+
+
+def _scores(cells: list[Cell], score: str) -> list[float]:
+    """The best, or the mean over the last rounds, of every cell."""
+    return [cell[score] if score == "best" else cell[score][0] for cell in cells]
+
+
+def _last(cells: list[Cell]) -> str:
+    return f"last {max(1, _rounds(cells) // 10)} rounds"
+
+
+def _rounds(cells: list[Cell]) -> int:
+    return int(max(cell["curve"][-1][0] for cell in cells))
+
+
+def _title(text: str, cells: list[Cell]) -> str:
+    seeds, minutes = len({cell["seed"] for cell in cells}), sum(cell["seconds"] for cell in cells) / 60
+    return f"### {text} ({_rounds(cells)} rounds, {seeds} seeds, {minutes:.1f} min)"

@@ -1,0 +1,56 @@
+"""How reproductions show their results: rows of Markdown, curves over seeds."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from .cells import Cell, interval
+
+
+def written(folder: Path, kind: str, text: str, cells: list[Cell], picture: Figure) -> str:
+    """Write an item's Markdown, results and picture into `folder`; returns the text and where they are."""
+    (folder / f"{kind}.md").write_text(text + "\n")
+    rows = ",\n".join(json.dumps(cell) for cell in cells)
+    (folder / f"{kind}.json").write_text(f"[\n{rows}\n]\n")
+    picture.savefig(folder / f"{kind}.png", dpi=130)
+    return f"{text}\n\n{folder}/{kind}.md, {kind}.json, {kind}.png"
+
+
+def header(names: Sequence[str]) -> str:
+    """The first two lines of a table."""
+    return row(names) + "\n|" + "---|" * len(names)
+
+
+def row(entries: Sequence[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(entries)} |"
+
+
+def shown(values: Sequence[float], digits: int) -> str:
+    """Mean over seeds with half of its 95% interval."""
+    mean, half = interval(values)
+    return f"{mean:.{digits}f}" + ("" if np.isnan(half) else f" ± {half:.{digits}f}")
+
+
+def band(
+    axes: Any, colour: str, label: str | None, lines: Sequence[Sequence[Sequence[float]]], dashed: bool = False
+) -> None:
+    """Mean of lines (x, y) over seeds, with the range of the seeds shaded."""
+    points = np.array(lines, float)
+    x, y = points[0, :, 0], points[:, :, 1]
+    style: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.1} if dashed else {"linewidth": 2}
+    axes.plot(x, y.mean(0), color=colour, label=label, **style)
+    if len(y) > 1 and not dashed:
+        axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def finish(axes: Any, title: str, x: str, y: str) -> None:
+    """Titles, legend and grid."""
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.legend(frameon=False, fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,58 @@
+"""Jobs of a reproduction: trained in batches, gone on with where a shorter run ended, and never twice."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import atoll
+from atoll.experiments.cells import Job, train_jobs
+from atoll.fleet import Fleet
+from atoll.problems.data import Dataset
+
+SCORED = atoll.Evaluation(every=1, steps=0)
+
+
+def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.eye(40, dtype=np.uint8)[:, :, None, None], np.arange(40, dtype=np.int32) % 4
+    monkeypatch.setattr("atoll.problems.classification.load", lambda name: Dataset(name, x, y, x, y, 4))
+    fleets: list[int] = []
+
+    def results(fleet: Fleet) -> list[dict[str, Any]]:
+        fleets.append(len(fleet.runs))
+        return [{"curve": [[run.round]]} for run in fleet.runs]
+
+    def jobs(rounds: int, seeds: int) -> dict[str, Job]:
+        found = {}
+        for samples in (4, 8):
+            problem = atoll.Classification("glyphs", f"clustered-equal(samples={samples})", "logistic", batch=2)
+            f = atoll.Federation(problem, atoll.FedAvg(), clients=4, cohort=2, rounds=rounds, evaluation=SCORED)
+            for seed in range(seeds):
+                about = {"samples": samples, "seed": seed}
+                found[f"{samples}-{seed}"] = Job(dataclasses.replace(f, seed=seed), about, "all")
+        return found
+
+    def train(rounds: int, seeds: int) -> list[str]:
+        said: list[str] = []
+        assert train_jobs(
+            jobs(rounds, seeds),
+            tmp_path,
+            results,
+            lambda records: f"{len(records)} runs",
+            lambda done, total, text: said.append(f"{done}/{total} {text}"),
+            together=9,
+        )
+        return said
+
+    assert train(1, 1)[-1] == "2/2 4 and 1 more: 1 runs"
+    assert fleets == [1, 1]  # their data differ in shape
+    assert train(1, 1) == []
+    fleets.clear()
+    assert train(2, 2)[-1] == "8/8 4 and 3 more: 1 runs"
+    assert fleets == [1, 1, 1, 1]  # the first seeds go on from round 1, the second ones begin
+    for name, (_, about, _) in jobs(2, 2).items():
+        cell = json.loads((tmp_path / "cells" / f"{name}.json").read_text())
+        assert {key: cell[key] for key in ("samples", "seed", "curve")} == about | {"curve": [[2]]}

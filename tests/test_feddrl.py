@@ -1,0 +1,193 @@
+"""FedDRL's recipes on data of the true sizes, its tables from made-up curves, and one run once and remembered."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import atoll
+from atoll import cli
+from atoll.experiments import feddrl
+from atoll.experiments.feddrl import Setting, best, rounds_to, summary
+from atoll.problems.data import Dataset
+from atoll.recipes import RECIPES, recipe
+
+SIZES = {
+    "mnist": [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+    "fashion-mnist": [6000] * 10,
+    "cifar100": [500] * 100,
+    "cifar100-as-published": [5000] * 10,
+}
+
+
+def fake(name: str) -> Dataset:
+    """Labels as many as the official ones, and images of one pixel."""
+    rng = np.random.default_rng(0)
+    sizes = np.array(SIZES[name])
+    y, y_test = (rng.permutation(np.repeat(np.arange(len(sizes)), n)).astype(np.int32) for n in (sizes, sizes // 5))
+    x, x_test = (np.zeros((len(labels), 1, 1, 1), np.uint8) for labels in (y, y_test))
+    published = name == "cifar100-as-published"
+    index = rng.permutation(np.repeat(np.arange(100), 500)).astype(np.int32) if published else None
+    return Dataset(name, x, y, x_test, y_test, 100 if published else len(sizes), index)
+
+
+@pytest.fixture
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: fake(name) for name in SIZES}
+    monkeypatch.setattr("atoll.problems.classification.load", made.__getitem__)
+
+
+def dealt(name: str, clients: int) -> tuple[Dataset, list[np.ndarray]]:
+    problem = recipe(name).federation.problem
+    assert isinstance(problem, atoll.Classification)
+    data, train, test = problem.deal(clients, 0, seed=0)
+    assert min(map(len, test)) >= 1
+    return data, train
+
+
+@pytest.mark.usefixtures("_fakes")
+@pytest.mark.parametrize("clients", [10, 100])
+@pytest.mark.parametrize("partition", feddrl.SPLITS)
+@pytest.mark.parametrize("name", SIZES)
+def test_every_recipe_deals_out_its_data(name: str, partition: str, clients: int) -> None:
+    data, train = dealt(f"feddrl/{name}-{partition}", clients)
+    assert len(train) == clients
+    labels = {len(np.unique((data.y if data.index is None else data.index)[shard])) for shard in train}
+    if partition in ("pa", "ce", "cn"):
+        assert labels == {20 if "cifar" in name else 2}
+
+
+@pytest.mark.usefixtures("_fakes")
+@pytest.mark.parametrize(
+    ("name", "few", "many"), [("mnist", 1960, 192), ("fashion-mnist", 2000, 200), ("cifar100", 1600, 160)]
+)
+def test_equal_clusters_have_the_authors_sizes(name: str, few: int, many: int) -> None:
+    assert {len(shard) for shard in dealt(f"feddrl/{name}-ce", 10)[1]} == {few}
+    assert {len(shard) for shard in dealt(f"feddrl/{name}-ce", 100)[1]} == {many}
+
+
+@pytest.mark.usefixtures("_fakes")
+def test_clients_of_cifar100_as_published_are_nearly_alike() -> None:
+    data, train = dealt("feddrl/cifar100-as-published-ce", 10)
+    shares = np.stack([np.bincount(data.y[shard], minlength=10) / len(shard) for shard in train])
+    assert abs(shares - 0.1).max() < 0.04
+
+
+def test_recipes_are_the_papers_and_come_back_from_text() -> None:
+    names = [name for name in RECIPES if name.startswith("feddrl/")]
+    assert len(names) == 20
+    for name in names:
+        f = recipe(name).federation
+        assert (f.clients, f.cohort, f.rounds, f.evaluation.steps) == (10, 10, 1000, 0)
+        assert f.algorithm == atoll.FedAvg(0.01, epochs=5)
+        assert recipe(name).with_algorithm("centralised").algorithm == atoll.Centralised(0.01, epochs=5)
+        assert atoll.Federation.from_config(json.loads(json.dumps(f.config()))) == f
+
+
+CURVE = [[round_, 50.0 + round_ % 20] for round_ in range(0, 1001, 5)]
+
+
+def test_a_curve_is_summed_up_by_its_best_and_by_its_last_rounds() -> None:
+    curve = [[0, 10.0], [5, 90.0], *([r, 60.0] for r in range(10, 805, 5)), *([r, 70.0] for r in range(805, 905, 5))]
+    curve += [[r, 75.0 + 5 * (r % 10 == 0)] for r in range(905, 1005, 5)]
+    found = summary(curve)
+    assert found["best"] == best(curve) == 90.0
+    assert found["last_tenth"] == [77.5, 2.5]  # 20 evaluations of the last 100 rounds
+    assert found["last_fifth"][0] == 73.75  # and 20 at 70 before them
+    assert summary([[0, 1.0], [1, 2.0], [2, 4.0]])["last_tenth"] == [4.0, 0.0]
+
+
+def test_rounds_to_a_target_are_those_of_the_first_that_reaches_it() -> None:
+    curve = [[0, 10.0], [5, 40.0], [10, 30.0], [15, 60.0]]
+    assert [rounds_to(curve, target) for target in (10.0, 30.0, 41.0, 61.0)] == [0, 5, 15, None]
+
+
+def cell(setting: Setting, method: str, seed: int, curve: list[list[float]], scale: float = 1.0) -> dict[str, Any]:
+    losses = [[round_, scale, scale**2] for round_, _ in curve]
+    about = setting._asdict() | {"method": method, "seed": seed, "seconds": 6.0}
+    return about | {"curve": curve, "losses": losses} | summary(curve)
+
+
+def test_tables_say_what_the_cells_say() -> None:
+    setting = Setting("fashion-mnist", "ce", 100)
+    heights = {"SingleSet": 90.0, "FedAvg": 80.0, "FedProx": 84.0, "FedDRL": 86.0}
+    cells = [
+        cell(setting, method, seed, [[0, 10.0], [10, height + seed], [20, height - seed]], 80 / height)
+        for method, height in heights.items()
+        for seed in (0, 1)
+    ]
+    wanted: dict[str, Any] = {"scale": "paper", "data": ("fashion-mnist",), "partitions": ("ce",), "clients": (100,)}
+    text = feddrl.Table3(**wanted).text(cells)
+    assert "### fashion-mnist (20 rounds, 2 seeds, 0.8 min)" in text
+    assert "| 100 | FedDRL | 86.50 ± 6.35 | *86.71* | 85.50 ± 6.35 (0.0) |" in text
+    assert "| FedDRL, fashion-mnist CE, N = 100 | holds (+2.00 ± 0.00) | holds (+2.00 ± 0.00) | *+1.83* |" in text
+    federated = [c for c in cells if c["method"] != "SingleSet"]
+    losses, rounds = feddrl.Fig6(**wanted), feddrl.Fig10(**wanted)
+    assert "| fashion-mnist CE, N = 100 | FedAvg | 1.000 | 1.000 | 1.075 | 1.156 |" in losses.text(federated)
+    assert "| fashion-mnist CE, N = 100 | 80.50 ± 6.35 | 10 ± 0 | 10 ± 0 | 10 ± 0 |" in rounds.text(federated)
+    for item in (feddrl.Fig5(**wanted), losses, rounds):
+        assert item.picture(federated).axes
+
+
+def test_figures_vary_one_setting_and_nothing_else() -> None:
+    for item, count in ((feddrl.Fig7(scale="paper"), 5), (feddrl.Fig8(scale="paper"), 5)):
+        jobs = list(item.jobs().values())
+        assert len(jobs) == 3 * count * 5
+        assert {f.federation.clients for f in jobs} == {100}
+        for job in jobs:
+            content = json.loads(json.dumps(job.federation.config()))
+            assert atoll.Federation.from_config(content).config() == content
+        cells = [job.about | {"curve": CURVE, "seconds": 1.0} | summary(CURVE) for job in jobs]
+        assert item.text(cells).count("\n| ") == 1 + count
+        assert item.picture(cells).axes
+    assert {job.federation.cohort for job in feddrl.Fig7(scale="paper").jobs().values()} == {10, 20, 30, 40, 50}
+    whole = feddrl.Table3(scale="paper").jobs().values()
+    assert len(whole) == 3 * 3 * 2 * 4 * 5
+    assert {job.federation.rounds for job in whole if job.about["method"] == "SingleSet"} == {100}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data", "cifar100"], "unknown data at quick scale 'cifar100'"),
+        (["--partitions", "ec"], "unknown partition 'ec'"),
+        (["--methods", "FedDLR"], "did you mean 'FedDRL'"),
+        (["--methods", "feddrl(bacth=3)"], "there is no setting 'bacth'"),
+        (["--clients", "20"], "clients is 20; the paper has federations of 10 and of 100"),
+        (["--rounds", "0"], "rounds is 0"),
+    ],
+)
+def test_mistakes_cost_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce", "feddrl/table3", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).integers(256, size=(200, 4, 4, 1), dtype=np.uint8)
+    y = np.repeat(np.arange(10, dtype=np.int32), 20)
+    monkeypatch.setattr("atoll.problems.classification.load", lambda name: Dataset(name, x, y, x, y, 10))
+    methods = ("FedAvg", "FedDRL")
+    item = feddrl.Table3(
+        partitions=("ce",), clients=(10,), methods=methods, seeds=1, rounds=1, together=2, out=tmp_path
+    )
+    said: list[str] = []
+
+    def track(done: int, total: int, text: str) -> None:
+        said.append(f"{done}/{total} {text}")
+
+    assert item.reproduce(track)
+    longer = dataclasses.replace(item, rounds=2)
+    assert longer.reproduce(track)
+    assert said[-1].startswith("4/4 glyphs ce 10 FedDRL: accuracy ")
+    assert "| 10 | FedDRL |" in longer.table()
+    folder = tmp_path / "feddrl-methods-quick"
+    cells = json.loads((folder / "table3.json").read_text())
+    assert [[round_ for round_, _ in c["curve"]] for c in cells] == [[0, 1, 2]] * 2
+    assert [[round_ for round_, _, _ in c["losses"]] for c in cells] == [[0, 1, 2]] * 2
+    assert (folder / "table3.png").stat().st_size > 10_000
+    said.clear()
+    assert longer.reproduce(track)
+    assert said == []
