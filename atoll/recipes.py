@@ -104,8 +104,8 @@ _FEDDRL_DATA: dict[str, tuple[str, str, int, str, Scaling]] = {
 }
 _FEDDRL_PARTITIONS = {
     "pa": ("sizes by a power law", "pareto(labels={labels})"),
-    "ce": ("clusters of equal clients", "clustered-equal(paper='{paper}')"),
-    "cn": ("clusters of unequal clients", "clustered-nonequal(paper='{paper}')"),
+    "ce": ("clusters of equal clients", "clustered-equal(paper='{paper}', mixed=True)"),
+    "cn": ("clusters of unequal clients", "clustered-nonequal(paper='{paper}', mixed=True)"),
     "equal": ("2 shards a client", "shards-equal"),
     "nonequal": ("6 to 14 shards a client", "shards-nonequal"),
 }

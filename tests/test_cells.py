@@ -19,6 +19,7 @@ SCORED = atoll.Evaluation(every=1, steps=0)
 def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = np.eye(40, dtype=np.uint8)[:, :, None, None], np.arange(40, dtype=np.int32) % 4
     monkeypatch.setattr("atoll.problems.classification.load", lambda name: Dataset(name, x, y, x, y, 4))
+    monkeypatch.setattr("atoll.problems.classification._ORDER_STEP", 1)
     fleets: list[int] = []
 
     def results(fleet: Fleet) -> list[dict[str, Any]]:

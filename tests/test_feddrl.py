@@ -181,7 +181,7 @@ def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path, monkey
     assert item.reproduce(track)
     longer = dataclasses.replace(item, rounds=2)
     assert longer.reproduce(track)
-    assert said[-1].startswith("4/4 glyphs ce 10 FedDRL: accuracy ")
+    assert said[-1].startswith("4/4 glyphs ce 10 FedAvg and 1 more: accuracy ")
     assert "| 10 | FedDRL |" in longer.table()
     folder = tmp_path / "feddrl-methods-quick"
     cells = json.loads((folder / "table3.json").read_text())

@@ -353,3 +353,13 @@ def test_figure_has_a_bubble_for_each_label_of_each_client(clients):
     assert np.allclose(areas[large] / areas.max(), held[large] / held.max())
     names = partition_figure(shards, MNIST, [f"digit {k}" for k in range(10)], "Pareto").axes[0].get_yticklabels()
     assert names[9].get_text() == "digit 9"
+
+
+def test_mixed_clusters_are_the_same_clients_in_another_order() -> None:
+    labels = np.repeat(np.arange(10), 1500)
+    plain, mixed = (ClusteredEqual(labels=2, samples=40, mixed=m).split(labels, 100, 3) for m in (False, True))
+    sets = [[tuple(np.unique(labels[shard])) for shard in shards] for shards in (plain, mixed)]
+    assert sorted(sets[0]) == sorted(sets[1])
+    main = sets[0][0]
+    assert all(labels == main for labels in sets[0][:60])
+    assert not all(labels == main for labels in sets[1][:60])

@@ -123,7 +123,7 @@ class Item:
     rounds: int | None = None
     """rounds of training (default: the scale's)"""
     together: int | None = None
-    """runs trained as one batch (default: 10 on a GPU; on a CPU runs go side by side, one on each core)"""
+    """runs trained as one batch (default: 40 on a GPU; on a CPU runs go side by side, one on each core)"""
     out: Path = Path("runs/reproduce")
     """folder of the results"""
 
@@ -183,6 +183,10 @@ class Item:
             rounds, every = max(1, rounds // 10), 1
         evaluation = Evaluation(every=every, steps=0)
         f = dataclasses.replace(f, server=Server(weighting), clients=clients, rounds=rounds, evaluation=evaluation)
+        if (
+            method != "SingleSet"
+        ):  # all clients report their losses, not the agent's alone: they then train as one batch
+            f = dataclasses.replace(f, measure=True)
         return f if value is None else self.vary(f, value)
 
     def vary(self, federation: Federation, value: Any) -> Federation:
@@ -200,14 +204,16 @@ class Item:
                 f"{key}{word}" if key not in ("data", "partition", "method") else word for key, word in about.items()
             ]
             federation = dataclasses.replace(self.federation(setting, method, value), seed=seed)
-            found[re.sub(r"[^\w.=-]+", "_", "-".join(words))] = Job(federation, about, (setting.data, method))
+            found[re.sub(r"[^\w.=-]+", "_", "-".join(words))] = Job(
+                federation, about, (setting.data, type(federation.algorithm))
+            )
         return found
 
     def reproduce(self, track: Track) -> bool:
         """Run what is missing; False if interrupted."""
         alone = jax.default_backend() == "cpu" and self.together is None
         workers = len(cores()) if alone else 1
-        return train_jobs(self.jobs(), self.folder, _results, _figures, track, self.together or 10, workers)
+        return train_jobs(self.jobs(), self.folder, _results, _figures, track, self.together or 40, workers)
 
     def table(self) -> str:
         """The results in Markdown; also written beside them, as JSON, Markdown and a picture."""

@@ -187,7 +187,8 @@ class ClusteredEqual(Partition):
     """A main group of delta*N clients shares one set of `labels` labels, the others have other sets; all equal in size.
 
     The other clients have disjoint sets of the remaining labels as long as there are enough (N = 10: groups of
-    6+1+1+1+1), and random ones otherwise (N = 100). Clients come in this order, the main group first.
+    6+1+1+1+1), and random ones otherwise (N = 100). Clients come in this order, the main group first,
+    unless `mixed`: a server that knows clients by their number then learns nothing of their group from it.
     `samples` is the size of a client, half of it of each label when there are two; 0 takes the largest that fits.
     Labels are drawn among those that have enough samples for it.
     `paper` names the data of an experiment of FedDRL (mnist, fashion-mnist, cifar100): `labels` and `samples` are then
@@ -198,6 +199,7 @@ class ClusteredEqual(Partition):
     labels: int = 2
     samples: int = 0
     paper: str = ""
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         known = dict.fromkeys(data for data, _ in FEDDRL)
@@ -261,7 +263,8 @@ class ClusteredEqual(Partition):
             bool(sizes.min() >= 1),
             f"the smallest client would have no sample of a label with {clients} clients; use fewer",
         )
-        return holds * sizes[:, None]
+        counts = holds * sizes[:, None]
+        return counts[rng.permutation(clients)] if self.mixed else counts
 
 
 @dataclass(frozen=True)
