@@ -44,10 +44,7 @@ DATA = {
     "paper": ("cifar100", "fashion-mnist", "mnist", "cifar100-as-published"),
 }
 SPLITS = ("pa", "ce", "cn", "equal", "nonequal")
-NOTES = (
-    "Accuracy (%) of the shared model on the whole test set: mean and 95% interval over seeds; in brackets its "
-    "deviation between rounds, in italics the paper's."
-)
+WHAT = "Accuracy (%) of the shared model on the whole test set: mean and 95% interval over seeds"
 
 # The paper's Tables 3 and 4: best top-1 accuracy (%) by data and clients, for the partitions in the order of SPLITS.
 PAPER: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {
@@ -166,6 +163,12 @@ class Item:
         return Choice(*(getattr(self, name) or getattr(usual, name) for name in Choice._fields))
 
     @property
+    def colours(self) -> dict[str, str]:
+        """A colour for each method, the same in all figures."""
+        known = list(dict.fromkeys((*METHODS, *self.chosen.methods)))
+        return {method: COLOURS[known.index(method) % len(COLOURS)] for method in self.chosen.methods}
+
+    @property
     def settings(self) -> list[Setting]:
         """All settings, partitions side by side."""
         found = itertools.product(self.chosen.data, self.chosen.clients, self.chosen.partitions)
@@ -228,7 +231,7 @@ class Item:
         """Accuracy by round."""
         canvas, panels = self.panels()
         for setting, (axes,) in panels.items():
-            for colour, method in zip(COLOURS, self.chosen.methods, strict=False):
+            for method, colour in self.colours.items():
                 band(axes, colour, method, [cell["curve"] for cell in _of(cells, setting, method=method)])
             finish(axes, str(setting), "round", "test accuracy (%)")
         return canvas
@@ -251,7 +254,8 @@ class Table3(Item):
     def text(self, cells: list[Cell]) -> str:
         """Accuracies, ours and the paper's, and whether the agent leads."""
         parts = [self._accuracies(data, [cell for cell in cells if cell["data"] == data]) for data in self.chosen.data]
-        return "\n\n".join([*parts, NOTES, *self._claims(cells)])
+        notes = f"{WHAT}; in brackets its deviation between rounds, in italics the paper's."
+        return "\n\n".join([*parts, notes, *self._claims(cells)])
 
     def _accuracies(self, data: str, cells: list[Cell]) -> str:
         known = any(s.data == data and paper(s, "FedDRL") for s in self.settings)
@@ -331,9 +335,9 @@ class Fig6(Item):
         for setting, pair in panels.items():
             losses = {m: np.mean([c["losses"] for c in _of(cells, setting, method=m)], 0) for m in self.chosen.methods}
             for column, (axes, what) in enumerate(zip(pair, ("mean", "variance"), strict=True), 1):
-                for colour, (method, table) in zip(COLOURS, losses.items(), strict=False):
-                    ratio = table[:, column] / losses["FedDRL"][:, column]
-                    band(axes, colour, method, [np.column_stack([table[:, 0], ratio]).tolist()])
+                for method, colour in self.colours.items():
+                    ratio = losses[method][:, column] / losses["FedDRL"][:, column]
+                    band(axes, colour, method, [np.column_stack([losses[method][:, 0], ratio]).tolist()])
                 finish(axes, str(setting), "round", f"{what} of losses / FedDRL's")
         return canvas
 
@@ -355,11 +359,10 @@ class Fig10(Item):
         """Bars, with the range of the seeds."""
         canvas, panels = self.panels()
         for setting, (axes,) in panels.items():
-            for place, (method, rounds) in enumerate(self._rounds(cells, setting)[1].items()):
+            for method, rounds in self._rounds(cells, setting)[1].items():
                 mean = np.mean(rounds)
                 reach = [[mean - min(rounds)], [max(rounds) - mean]]
-                axes.bar(place, mean, yerr=reach, color=COLOURS[place % len(COLOURS)], label=method, capsize=3)
-            axes.set_xticks([])
+                axes.bar(method, mean, yerr=reach, color=self.colours[method], capsize=3)
             finish(axes, str(setting), "", "rounds to the target")
         return canvas
 
@@ -387,13 +390,13 @@ class Varied(Item):
                 group = _of(cells, setting, **{"method": method, self.varies: value})
                 entries += [shown(_scores(group, score), 2) for score in ("best", "last_tenth")]
             lines.append(row(entries))
-        return "\n".join([*lines, "", NOTES])
+        return "\n".join([*lines, "", f"{WHAT}."])
 
     def picture(self, cells: list[Cell]) -> Figure:
         """The best over all rounds dashed, the mean over the last ones solid."""
         canvas, panels = self.panels()
         for setting, (axes,) in panels.items():
-            for colour, method in zip(COLOURS, self.chosen.methods, strict=False):
+            for method, colour in self.colours.items():
                 groups = [_of(cells, setting, **{"method": method, self.varies: value}) for value in self.values]
                 for score, label in (("best", None), ("last_tenth", method)):
                     by_seed = zip(*(_scores(group, score) for group in groups), strict=True)

@@ -51,6 +51,7 @@ def band(
 def finish(axes: Any, title: str, x: str, y: str) -> None:
     """Titles, legend and grid."""
     axes.set(title=title, xlabel=x, ylabel=y)
-    axes.legend(frameon=False, fontsize=9)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
