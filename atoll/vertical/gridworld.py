@@ -12,6 +12,7 @@ the authors' 8x8 starts count as met and a random policy succeeds in 93%, as an 
 """
 
 import functools
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +79,13 @@ def _pairs(grid: np.ndarray, index: int, rng: np.random.Generator) -> tuple[np.n
     size, places = len(grid), np.flatnonzero(grid)
     goal = rng.choice(places)
     order, before = breadth_first_order(_neighbours(grid), goal, directed=False)
-    starts, paths = rng.choice(places, _STARTS), []
+    starts = rng.choice(places, _STARTS)
+    paths: list[list[int]] = []
     for start in starts[np.isin(starts, order)]:
         path = [int(start)]
         while path[-1] != goal:
             path.append(int(before[path[-1]]))
-        paths.append(np.array(path))
+        paths.append(path)
     paths = [path for path in paths if len(path) <= LONGEST[size]]
     moves = np.zeros((len(paths), LONGEST[size] - 1), np.int8)
     number = {-size: 0, size: 1, -1: 2, 1: 3}
@@ -193,7 +195,7 @@ def _build(grid: GridWorld) -> "Grid":
         maps = maps.where(maps.cells >= 3)
     bounds = np.searchsorted(maps.map, np.cumsum((0, *grid.counts)))
     fresh = np.flatnonzero(np.diff(maps.map, prepend=-1))  # the first pair of each map
-    exams = tuple(fresh[(fresh >= low) & (fresh < high)] for low, high in zip(bounds[1:-1], bounds[2:], strict=True))
+    exams = tuple(fresh[(fresh >= low) & (fresh < high)] for low, high in itertools.pairwise(bounds[1:]))
     require(
         bounds[1] > 0 and all(len(exam) for exam in exams),
         f"counts is {grid.counts}; too few maps have cells to start from",
@@ -288,8 +290,7 @@ class Grid:
         moved = state._replace(position=position, time=time, over=state.over | ended)
         newest = self._frames(moved)
         history = tuple(
-            jnp.concatenate([old[..., 1:], new[..., None]], -1)
-            for old, new in zip(state.history, newest, strict=True)
+            jnp.concatenate([old[..., 1:], new[..., None]], -1) for old, new in zip(state.history, newest, strict=True)
         )
         return moved._replace(history=history), outcome
 
@@ -300,7 +301,7 @@ class Grid:
         def pick(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(ended.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-        kept = jax.tree.map(pick, others._replace(key=ended), state._replace(key=ended))
+        kept: Places = jax.tree.map(pick, others._replace(key=ended), state._replace(key=ended))
         return kept._replace(key=others.key)
 
     def look(self, state: Places) -> Views:
@@ -322,7 +323,9 @@ class Grid:
         nothing = jnp.zeros(episode.shape, jnp.int32)
         state = Places(episode, self.start[episode], nothing, nothing > 0, (), key)
         blank = self.plan.frames - 1
-        history = tuple(jnp.pad(frame[..., None], ((0, 0), (0, 0), (0, 0), (blank, 0))) for frame in self._frames(state))
+        history = tuple(
+            jnp.pad(frame[..., None], ((0, 0), (0, 0), (0, 0), (blank, 0))) for frame in self._frames(state)
+        )
         return state._replace(history=history)
 
     def _free(self, episode: jax.Array, cell: jax.Array) -> jax.Array:

@@ -107,7 +107,10 @@ class Memory(NamedTuple):
 def new_memory(capacity: int, shapes: tuple[tuple[int, ...], ...], episodes: int, dtypes: tuple[Any, ...]) -> Memory:
     """An empty one."""
     blocks = capacity // episodes
-    require(blocks >= 4, f"replay is {capacity}, too few for {episodes} parallel episodes; it must be at least 4 times as many")
+    require(
+        blocks >= 4,
+        f"replay is {capacity}; for {episodes} parallel episodes it must be at least {4 * episodes}",
+    )
     views = tuple(jnp.zeros((blocks, episodes, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     return Memory(views, jnp.zeros((blocks, episodes), jnp.int32), jnp.zeros((), jnp.int32))
 
@@ -234,7 +237,8 @@ class Passive:
             parties = (*lesson.others[: self._place], own, *lesson.others[self._place :])
             return td_loss(params[1], parties, done, lesson.target)
 
-        net, head = self._descend(jax.grad(loss)((state.net, lesson.head)), (state.net, lesson.head))
+        params = (state.net, lesson.head)
+        head: Head = self._descend(jax.grad(loss)(params), params)
         return head
 
     def correct(self, correction: Correction) -> None:
@@ -248,13 +252,14 @@ class Passive:
         (gradient,) = jax.vjp(sent, state.net)[1](correction.slope.array)
         self._descend((gradient, None), (state.net, None))
 
-    def _descend(self, gradient: tuple[Params, Any], params: tuple[Params, Any]) -> tuple[Params, Any]:
+    def _descend(self, gradient: tuple[Params, Any], params: tuple[Params, Any]) -> Any:
+        """Take a step; returns the head's part of it."""
         step, moments = self.learning.optimizer.update(gradient, self.state.moments)
         net, head = optax.apply_updates(params, step)
         updates = self.state.updates + 1
         slow = renewed(updates, self.learning.slow, net, self.state.slow)
         self.state = self.state._replace(net=net, slow=slow, moments=moments, updates=updates)
-        return net, head
+        return head
 
     def _look(self, action: Joint | None) -> Noised:
         views = self._see(action)

@@ -86,7 +86,9 @@ class _Sealed:
         raise AttributeError(f"a {type(self).__name__} cannot be changed")
 
     def __init_subclass__(cls) -> None:
-        jax.tree_util.register_pytree_node(cls, lambda x: ((x._array,), None), lambda _, children: _seal(cls, *children))
+        jax.tree_util.register_pytree_node(
+            cls, lambda x: ((x._array,), None), lambda _, children: _seal(cls, *children)
+        )
 
     @property
     def array(self) -> jax.Array:
@@ -158,7 +160,7 @@ MESSAGES = (Noised, Records, Joint, Values, Lesson, Correction, Head)
 
 
 def release(values: jax.Array, key: jax.Array, noise: Noise, phase: Phase = Phase.TRAIN) -> Noised:
-    """hat Q of Q-vectors [B, actions]: clipped to `noise.clip`, and some or all of them noised, as is due in `phase`."""
+    """hat Q of Q-vectors [B, actions]: clipped, and none, some or all of them noised, as is due in `phase`."""
     if noise.clip is not None:
         norm = jnp.sqrt(jnp.sum(values**2, -1, keepdims=True) + 1e-12)
         values = values * jnp.minimum(1.0, noise.clip / norm)
@@ -359,4 +361,5 @@ class Recorded:
 
     def correct(self, correction: Correction) -> None:
         """See `Peer`."""
-        self._note("correct", correction, self._peer.correct(correction))
+        self._peer.correct(correction)
+        self._note("correct", correction, None)

@@ -17,10 +17,10 @@ import numpy as np
 from ..errors import require, unknown
 from ..settings import settings
 from . import protocol
-from .networks import GridNetwork, Head, Network, Params
+from .networks import GridNetwork, Head, Network, Params, Views
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
 from .protocol import Joint, Noised, Phase
-from .world import Stage, Views, World
+from .world import Stage, World
 
 
 class Method(NamedTuple):
@@ -271,7 +271,7 @@ def train(
     learning = prepared(way, learning or Learning())
     require(len(seeds) >= 1, "seeds is empty; give at least one")
     require(
-        len(world.shapes) >= 2 or way.sees == "first" and not way.federated,
+        len(world.shapes) >= 2 or (way.sees == "first" and not way.federated),
         f"the world has {len(world.shapes)} view; {method} needs 2",
     )
     setup = Setup(world, learning, network or GridNetwork())
