@@ -2,10 +2,11 @@
 
 from .account import Account, account, vectors_sent
 from .gridworld import GridWorld
+from .hosted import HostedLead, HostedPassive, host_lead, host_passive
 from .networks import DenseNetwork, GridNetwork, Head
 from .parties import Lead, Learning, Passive
 from .protocol import Noise, Peer, Phase, Recorded
-from .training import METHODS, Result, Score, Setup, Training, remote_peer, train
+from .training import METHODS, Result, Score, Setup, Training, train
 from .world import Outcome, Stage, World
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "GridNetwork",
     "GridWorld",
     "Head",
+    "HostedLead",
+    "HostedPassive",
     "Lead",
     "Learning",
     "Noise",
@@ -30,7 +33,8 @@ __all__ = [
     "Training",
     "World",
     "account",
-    "remote_peer",
+    "host_lead",
+    "host_passive",
     "train",
     "vectors_sent",
 ]

@@ -204,13 +204,13 @@ class Passive:
     def begin(self, phase: Phase) -> Noised:
         """Take up the episodes of `phase`; the values of what is seen."""
         self._phase = phase
-        return self._look(None)
+        return self.look()
 
     def act(self, action: Joint) -> Noised:
         """Do one's part of the joint action; the values of what is seen then."""
         if self._phase.trains:
             self.state = self.state._replace(memory=self.state.memory.act(action.array))
-        return self._look(action)
+        return self.look(action)
 
     def values(self, records: Records) -> Values:
         """The values of records, and of those that follow by the slow copy."""
@@ -261,7 +261,8 @@ class Passive:
         self.state = self.state._replace(net=net, slow=slow, moments=moments, updates=updates)
         return head
 
-    def _look(self, action: Joint | None) -> Noised:
+    def look(self, action: Joint | None = None) -> Noised:
+        """The values of what is seen, after a joint action if there is one."""
         views = self._see(action)
         state = self.state
         key, draw = jax.random.split(state.key)
@@ -284,12 +285,12 @@ def new_passive(
     dtype: Any = jnp.int8,
 ) -> PassiveState:
     """A passive party that knows nothing, in a federation of `parties`."""
-    key, start = jax.random.split(key)
+    key, asked, start = jax.random.split(key, 3)
     net = network.init(start, (shape,), actions)
     head = new_head(start, parties, actions) if learning.exchange == "head" else None  # only for the moments' shapes
     moments = learning.optimizer.init((net, head))
     memory = new_memory(learning.replay, (shape,), episodes, (dtype,))
-    return PassiveState(net, jax.tree.map(jnp.copy, net), moments, memory, key, key, jnp.zeros((), jnp.int32))
+    return PassiveState(net, jax.tree.map(jnp.copy, net), moments, memory, key, asked, jnp.zeros((), jnp.int32))
 
 
 class ActiveState(NamedTuple):
@@ -344,12 +345,12 @@ class Lead:
     def begin(self, phase: Phase) -> None:
         """Look at the episodes of `phase`, which the stage must have been set to."""
         require(self.stage.phase is phase, f"the stage is set for {self.stage.phase.value}, not for {phase.value}")
-        self._see()
+        self.look()
 
     def choose(self, seen: tuple[Noised, ...]) -> Joint:
         """The best joint actions by Q_f; in training sometimes random ones, or the expert's to imitate."""
         state, world, trains = self.state, self.stage.world, self.stage.phase.trains
-        key, draw, coin, luck = jax.random.split(state.key, 4)
+        key, draw, luck = jax.random.split(state.key, 3)
         self.state = state._replace(key=key)
         if self._policy == "imitate" and trains:
             return protocol.joint(world.expert(self.stage.state))
@@ -358,8 +359,9 @@ class Lead:
         if not trains and self._policy != "random":
             return protocol.joint(best)
         chance = self._exploration() if trains and self._policy != "random" else 1.0
-        blind = jax.random.randint(luck, best.shape, 0, world.actions)
-        return protocol.joint(jnp.where(jax.random.uniform(coin, best.shape) < chance, blind, best))
+        coin, blind = jax.random.uniform(luck, (2, *best.shape))
+        blind = jnp.minimum(blind * world.actions, world.actions - 1).astype(best.dtype)
+        return protocol.joint(jnp.where(coin < chance, blind, best))
 
     def move(self, action: Joint) -> None:
         """Do the joint actions; in training, remember how it went."""
@@ -368,7 +370,7 @@ class Lead:
             state = self.state
             rewards = state.rewards.note(state.memory.block, self.outcome)
             self.state = state._replace(rewards=rewards, memory=state.memory.act(action.array))
-        self._see()
+        self.look()
 
     def draw(self) -> Records:
         """Records to replay."""
@@ -426,7 +428,8 @@ class Lead:
         slow = renewed(updates, self.learning.slow, (state.net, state.head), state.slow)
         self.state = state._replace(slow=slow, updates=updates)
 
-    def _see(self) -> None:
+    def look(self) -> None:
+        """In training, remember what is seen."""
         if self.stage.phase.trains:
             memory = self.state.memory.see(self.stage.view(self._views))
             self.state = self.state._replace(memory=memory)
@@ -484,4 +487,14 @@ def td_loss(head: Head | None, parties: tuple[Noised, ...], done: jax.Array, tar
 
 def renewed(updates: jax.Array, every: int, fresh: Params, slow: Params) -> Params:
     """The slow copy, replaced at every `every`th update."""
-    return jax.lax.cond(updates % every == 0, lambda: fresh, lambda: slow)
+    return jax.lax.cond(updates % every == 0, _former, _latter, fresh, slow)
+
+
+def _former(a: Params, b: Params) -> Params:
+    del b
+    return a
+
+
+def _latter(a: Params, b: Params) -> Params:
+    del a
+    return b

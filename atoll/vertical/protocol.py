@@ -164,9 +164,13 @@ def release(values: jax.Array, key: jax.Array, noise: Noise, phase: Phase = Phas
     if noise.clip is not None:
         norm = jnp.sqrt(jnp.sum(values**2, -1, keepdims=True) + 1e-12)
         values = values * jnp.minimum(1.0, noise.clip / norm)
-    luck, draw = jax.random.split(key)
-    noisy = jax.random.uniform(luck, (*values.shape[:-1], 1)) < noise.during(phase)
-    return _seal(Noised, values + jnp.where(noisy, noise.sigma * jax.random.normal(draw, values.shape), 0.0))
+    share = noise.during(phase)
+    if isinstance(share, float) and share == 0:
+        return _seal(Noised, values)
+    # One draw for both the noise and the coin: every draw takes long to compile.
+    draw = jax.random.normal(key, (*values.shape[:-1], values.shape[-1] + 1))
+    noisy = jax.scipy.special.ndtr(draw[..., -1:]) < share
+    return _seal(Noised, values + jnp.where(noisy, noise.sigma * draw[..., :-1], 0.0))
 
 
 def target(reward: jax.Array, ended: jax.Array, future: jax.Array, gamma: jax.Array | float) -> Target:

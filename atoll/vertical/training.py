@@ -17,9 +17,9 @@ import numpy as np
 from ..errors import require, unknown
 from ..settings import settings
 from . import protocol
-from .networks import GridNetwork, Head, Network, Params, Views
+from .networks import GridNetwork, Head, Network, Params
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
-from .protocol import Joint, Noised, Phase
+from .protocol import Noised, Phase
 from .world import Stage, World
 
 
@@ -168,18 +168,6 @@ def new_peer(setup: Setup, seed: jax.Array | int, place: int, episodes: int) -> 
         episodes,
         _dtype(world),
     )
-
-
-def remote_peer(setup: Setup, seed: int, place: int, episodes: int) -> Passive:
-    """A passive party with its own copy of the world, which follows the joint actions: what a transport serves."""
-    stage = new_stage(setup.world, seed, episodes)
-
-    def see(action: Joint | None) -> Views:
-        if action is not None:
-            stage.move(action.array)
-        return stage.view((place,))
-
-    return Passive(setup.learning, setup.network, new_peer(setup, seed, place, episodes), see, place)
 
 
 def advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -> tuple[Run, jax.Array]:
