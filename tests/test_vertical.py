@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import os
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_type_hints
 
 import jax
@@ -15,7 +16,7 @@ from atoll.server.accounting import _gaussian_epsilon
 from atoll.vertical import gridworld, protocol, training
 from atoll.vertical.account import account, vectors_sent
 from atoll.vertical.gridworld import GridWorld
-from atoll.vertical.hosted import HostedLead, HostedPassive, host_lead, host_passive
+from atoll.vertical.hosted import host_lead, host_passive
 from atoll.vertical.networks import DenseNetwork, GridNetwork, Head, combine, new_head
 from atoll.vertical.parties import Learning, Rewards, new_memory, new_rewards
 from atoll.vertical.protocol import Noise, Phase
@@ -221,27 +222,32 @@ def test_starts_are_apart_and_splits_are() -> None:
 # What crosses the boundary
 
 
-def _remote_run(
-    setup: Setup, steps: int, updates: int, episodes: int
-) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
-    """Parties that each have their own copy of the world and talk through recorders."""
-    log: list[protocol.Message] = []
-    lead = host_lead(setup, 7, episodes)
-    parties = tuple(host_passive(setup, 7, place, episodes) for place in range(1, setup.world.parties))
+@pytest.fixture(scope="module", autouse=True)
+def _quick_random_numbers() -> Iterator[None]:
+    """Most of the time here is compilation, and most of that is of JAX's default random numbers."""
+    with jax.default_prng_impl("unsafe_rbg"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def conversation() -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
+    """Three parties with their own copies of the world, recorded: 4 steps, then 16 more with two updates each."""
+    setup, log = signals_setup(3), []
+    lead = host_lead(setup, 7, 2)
+    parties = tuple(host_passive(setup, 7, place, 2) for place in (1, 2))
     peers = tuple(protocol.Recorded(party, log) for party in parties)
     seen = protocol.begin(lead, peers, Phase.TRAIN)
-    for t in range(steps):
-        seen = protocol.step(lead, peers, seen, updates if t >= 4 else 0)
+    for t in range(20):
+        seen = protocol.step(lead, peers, seen, 2 if t >= 4 else 0)
     return lead, parties, seen, log
 
 
-@pytest.mark.parametrize("exchange", ["head", "gradient"])
-def test_one_program_computes_what_three_parties_compute(exchange: str) -> None:
-    setup = signals_setup(3, exchange=exchange)
-    lead, parties, seen, _ = _remote_run(setup, 20, 2, 2)
-    run = begin(setup, METHODS["frl"], 7, 2)
-    run, _ = advance(setup, METHODS["frl"], run, 4, 0)
-    run, _ = advance(setup, METHODS["frl"], run, 16, 2)
+def test_one_program_computes_what_three_parties_compute(conversation: Any) -> None:
+    lead, parties, seen, _ = conversation
+    setup, method = signals_setup(3), METHODS["frl"]
+    run = begin(setup, method, 7, 2)
+    run, _ = advance(setup, method, run, 4, 0)
+    run, _ = advance(setup, method, run, 16, 2)
     got = training.Run(lead.state, tuple(party.state for party in parties), lead.stage.state, seen)
     for a, b in zip(jax.tree.leaves(run), jax.tree.leaves(got), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -249,9 +255,8 @@ def test_one_program_computes_what_three_parties_compute(exchange: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_no_message_holds_what_is_private() -> None:
-    setup = signals_setup(3)
-    lead, parties, _, log = _remote_run(setup, 12, 1, 2)
+def test_no_message_holds_what_is_private(conversation: Any) -> None:
+    lead, parties, _, log = conversation
     calls = {message.call for message in log}
     assert calls == {"begin", "act", "values", "learn"}
     told = np.unique(
@@ -309,20 +314,18 @@ def test_vectors_are_clipped_and_noised_as_the_phase_wants() -> None:
         assert difference[moved].std() == pytest.approx(0.5, rel=0.03)
 
 
-def test_the_account_promises_only_what_holds() -> None:
+def test_the_account_promises_only_what_holds(conversation: Any) -> None:
     assert "not clipped" in str(account(Noise(share=1.0), 10))
     assert account(Noise(share=0.5, clip=1.0), 10).epsilon is None
     assert account(Noise(share=1.0, clip=1.0, sigma=0.0), 10).epsilon is None
     assert account(Noise(clip=1.0), 10, share=1.0).epsilon is not None
     spent = account(Noise(sigma=40.0, share=1.0, clip=2.0), 25, 1e-5)
     assert spent.epsilon == pytest.approx(_gaussian_epsilon(40 / 4, 25, 1e-5))  # a vector changes by up to 2 x 2
-    setup = signals_setup(2)
-    _, _, _, log = _remote_run(setup, 7, 1, 2)
+    log, learning = conversation[3], signals_setup(3).learning
     acted = sum(len(m.answer.array) for m in log if m.call in ("begin", "act"))
     asked = sum(len(m.answer.now.array) + len(m.answer.following.array) for m in log if m.call == "values")
-    learning = setup.learning
-    assert acted == vectors_sent(learning, 7, 0, 2)
-    assert asked == vectors_sent(learning, 3, 1, 2) - vectors_sent(learning, 3, 0, 2)
+    assert acted == 2 * vectors_sent(learning, 20, 0, 2)  # two parties
+    assert asked == 2 * (vectors_sent(learning, 16, 2, 2) - vectors_sent(learning, 16, 0, 2))
 
 
 # Updates
@@ -338,20 +341,27 @@ def _qf(head: Head, *parties: jax.Array) -> jax.Array:
     return hidden @ head.out["w"] + head.out["b"]
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _updated(setup: Setup, method: training.Method, run: training.Run) -> Any:
+    """The run after one update, and what was sent."""
+    lead, peers = training._cast(setup, method, run, Stage(setup.world, run.stage))
+    log: list[protocol.Message] = []
+    protocol.update(lead, tuple(protocol.Recorded(peer, log) for peer in peers))
+    return training._packed(lead, peers, run.seen), [message.sent for message in log]
+
+
 @pytest.mark.parametrize("exchange", ["head", "gradient"])
 def test_updates_are_the_papers_equations(exchange: str) -> None:
     setup = signals_setup(2, exchange=exchange, noise=Noise(share=0.0))
     method, adam = METHODS["frl"], optax.adam(1e-3)
-    run = begin(setup, method, 3, 1)
-    run, _ = advance(setup, method, run, 10, 0)
-    for _ in range(4):
-        run, _ = advance(setup, method, run, 1, 1)  # slow copies differ from the networks now
-    held = jax.tree.map(jnp.copy, run)
-    lead = HostedLead(setup, 0, held.lead, Stage(setup.world, held.stage))
-    beta = HostedPassive(setup, 1, held.peers[0], Stage(setup.world, jax.tree.map(jnp.copy, run.stage)))
-    log: list[protocol.Message] = []
-    protocol.update(lead, (protocol.Recorded(beta, log),))
-    j = np.asarray(log[0].sent.array)
+    run, _ = advance(setup, method, begin(setup, method, 3, 1), 10, 0)
+    for updates in range(1, 5):
+        run, _ = _updated(setup, method, run)
+        for fresh, slow in (((run.lead.net, run.lead.head), run.lead.slow), (run.peers[0].net, run.peers[0].slow)):
+            same = all(np.array_equal(x, z) for x, z in zip(jax.tree.leaves(fresh), jax.tree.leaves(slow), strict=True))
+            assert same == (updates == 3)
+    after, sent = _updated(setup, method, run)
+    j = np.asarray(sent[0].array)
     a, b = run.lead, run.peers[0]
     block = int(a.memory.block)
     assert j.max() < block - 1  # the next record is known
@@ -368,26 +378,15 @@ def test_updates_are_the_papers_equations(exchange: str) -> None:
     step, _ = adam.update((slope_a, slope_head), a.moments)
     net_a, head = optax.apply_updates((a.net, a.head), step)
     if exchange == "head":  # beta's turn: alpha's new values, the head as alpha left it
-        np.testing.assert_allclose(log[1].sent.target.array, y, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(sent[1].target.array, y, rtol=1e-5, atol=1e-5)
         step, _ = adam.update(jax.grad(lambda p: loss(net_a, *p))((b.net, head)), b.moments)
         net_b, head = optax.apply_updates((b.net, head), step)
     else:
         step, _ = adam.update((slope_b, None), b.moments)
         net_b, _ = optax.apply_updates((b.net, None), step)
-    for got, wanted in ((lead.state.net, net_a), (beta.state.net, net_b), (lead.state.head, head)):
+    for got, wanted in ((after.lead.net, net_a), (after.peers[0].net, net_b), (after.lead.head, head)):
         for x, z in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(x, z, rtol=1e-4, atol=1e-6)
-
-
-def test_slow_copies_are_renewed_in_time() -> None:
-    setup = signals_setup(2, noise=Noise(share=0.0))
-    run = begin(setup, METHODS["frl"], 3, 1)
-    run, _ = advance(setup, METHODS["frl"], run, 10, 0)
-    for updates in range(1, 5):
-        run, _ = advance(setup, METHODS["frl"], run, 1, 1)
-        for fresh, slow in (((run.lead.net, run.lead.head), run.lead.slow), (run.peers[0].net, run.peers[0].slow)):
-            same = all(np.array_equal(x, z) for x, z in zip(jax.tree.leaves(fresh), jax.tree.leaves(slow), strict=True))
-            assert same == (updates == 3)
 
 
 def test_only_records_with_a_known_next_one_are_replayed() -> None:
@@ -424,11 +423,14 @@ def test_networks_start_as_the_authors_do() -> None:
 # Learning
 
 
+EASY = Learning(noise=Noise(sigma=0.1), explore_steps=500, replay=2000, rate=3e-3, positive=0.5)
+
+
 def test_parties_learn_together_what_neither_can_alone() -> None:
-    world, network = Signals(), DenseNetwork(32)
-    learning = Learning(noise=Noise(sigma=0.1), explore_steps=500, replay=2000, rate=3e-3, positive=0.5)
     budget = Training(epochs=4, epoch=1200, parallel=4)
-    scores = {name: train(world, name, learning, budget, network)[0] for name in ("random", "dqn-alpha", "frl")}
+    scores = {
+        name: train(Signals(), name, EASY, budget, DenseNetwork(32))[0] for name in ("random", "dqn-alpha", "frl")
+    }
     assert scores["random"].quiet.success < 0.6
     assert scores["dqn-alpha"].quiet.success < 0.9
     assert scores["frl"].quiet.success > 0.95
@@ -453,13 +455,11 @@ def test_a_run_is_the_same_again_and_beside_others() -> None:
 
 
 def test_training_stops_when_validation_stays_the_same() -> None:
-    learning = Learning(batch=4, replay=100, rate=1e-9)
-    budget = Training(epochs=50, epoch=20, patience=3)
+    learning = dataclasses.replace(EASY, rate=1e-9)
+    budget = Training(epochs=50, epoch=1200, parallel=4, patience=2)
     rows: list[int] = []
-    train(
-        Signals(2, exams=4), "dqn-full", learning, budget, DenseNetwork(4), notify=lambda epoch, _: rows.append(epoch)
-    )
-    assert 4 <= len(rows) < 50
+    train(Signals(), "dqn-alpha", learning, budget, DenseNetwork(32), notify=lambda epoch, _: rows.append(epoch))
+    assert 3 <= len(rows) < 50
 
 
 def test_what_cannot_work_is_named() -> None:
