@@ -1,0 +1,40 @@
+"""Vertical federation: parties that see the same world differently learn one policy (FRL)."""
+
+from .account import Account, account, vectors_sent
+from .gridworld import GridWorld
+from .hosted import HostedLead, HostedPassive, host_lead, host_passive
+from .networks import DenseNetwork, GridNetwork, Head
+from .parties import Lead, Learning, Passive
+from .protocol import Noise, Peer, Phase, Recorded
+from .training import METHODS, Result, Score, Setup, Training, train
+from .world import Outcome, Stage, World
+
+__all__ = [
+    "METHODS",
+    "Account",
+    "DenseNetwork",
+    "GridNetwork",
+    "GridWorld",
+    "Head",
+    "HostedLead",
+    "HostedPassive",
+    "Lead",
+    "Learning",
+    "Noise",
+    "Outcome",
+    "Passive",
+    "Peer",
+    "Phase",
+    "Recorded",
+    "Result",
+    "Score",
+    "Setup",
+    "Stage",
+    "Training",
+    "World",
+    "account",
+    "host_lead",
+    "host_passive",
+    "train",
+    "vectors_sent",
+]
