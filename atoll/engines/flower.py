@@ -381,10 +381,10 @@ def server_app() -> ServerApp:
 def _serve(grid: Grid, context: Context) -> None:
     """Train the run that `atoll serve` prepared, from its newest checkpoint on."""
     del context
-    logging.basicConfig(format="%(message)s")
-    _log.setLevel(logging.INFO)
     orders = json.loads(Path(os.environ[SERVE]).read_text())
     path = Path(orders["directory"])
+    _log.addHandler(logging.FileHandler(path / "server.log"))
+    _log.setLevel(logging.INFO)
     federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
     known = None if orders["keys"] is None else {bytes.fromhex(key): client for key, client in orders["keys"].items()}
     run = FlowerRun(federation, LocalEngine.of(), grid, Terms(**orders["terms"]), known)
