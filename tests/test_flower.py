@@ -1,8 +1,12 @@
 """Federations on Flower: the same numbers as in a simulation, bad clients left out, nothing lost when killed."""
 
+import asyncio
 import dataclasses
 import json
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,11 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from atoll.cli import main
+from atoll.deploy import _free_port, make_certs, read_keys
 from atoll.engines.flower import FlowerRun, Home, Terms, client_app
 from atoll.engines.local import LocalEngine
+from atoll.engines.superlink import Guard
 from atoll.engines.wire import Refused, pack, unpack
 
 Mischief = Callable[[Message], Message | None]
@@ -282,3 +289,125 @@ def test_trees_come_back_as_they_were(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, back, tree)
     with pytest.raises(Refused, match="its arrays are"):
         unpack(pack({"a": tree["a"]}), tree)
+
+
+def test_certs_give_every_party_its_files_and_can_be_repeated(tmp_path: Path) -> None:
+    from cryptography import x509
+
+    make_certs(tmp_path, 2, ["fl.example.org", "10.0.0.7"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    secret = [path for path in before if path.suffix == ".key"]
+    assert len(secret) == 4
+    assert all(path.stat().st_mode & 0o077 == 0 for path in secret)
+    ca, server = (x509.load_pem_x509_certificate(before[tmp_path / "server" / f"{n}.crt"]) for n in ("ca", "server"))
+    server.verify_directly_issued_by(ca)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "fl.example.org" in names.get_values_for_type(x509.DNSName)
+    make_certs(tmp_path, 3, ["fl.example.org"])
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(read_keys(tmp_path / "server").values()) == [0, 1, 2]
+
+
+def test_without_certificates_nothing_starts_unless_insecure_is_typed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["join", "127.0.0.1:9443", "--client-id", "0", "--certs", str(tmp_path)]) == 2
+    assert "has no ca.crt, client.key" in capsys.readouterr().err
+    assert main(["serve", "glyphs", "--certs", str(tmp_path), "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "--insecure" in capsys.readouterr().err
+    assert main(["join", "nowhere", "--client-id", "0"]) == 2
+    assert "write HOST:PORT" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "peer", "passes"),
+    [
+        ("/v1/fleet/pull-messages", "10.0.0.9", True),
+        ("/health", "10.0.0.9", True),
+        ("/v1/control/register-node", "10.0.0.9", False),
+        ("/v1/control/start-run", "10.0.0.9", False),
+        ("/v1/runtime/acquire-task", "10.0.0.9", False),
+        ("/docs", "10.0.0.9", False),
+        ("/v1/control/start-run", "127.0.0.1", True),
+        ("/v1/control/start-run", "10.0.0.1", True),  # the server's own address
+        ("/v1/control/start-run", "not an address", False),
+    ],
+)
+def test_strangers_reach_the_fleet_api_only(path: str, peer: str, passes: bool) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope)
+
+    async def send(event: Any) -> None:
+        seen.append(event)
+
+    scope = {"type": "http", "path": path, "client": (peer, 4711), "server": ("10.0.0.1", 9443)}
+    asyncio.run(Guard(app)(scope, None, send))
+    assert (seen == [scope]) is passes
+    assert passes or seen[0]["status"] == 403
+
+
+def test_the_guard_is_the_first_thing_a_superlink_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.superlink import extensions
+    from flwr.superlink import main as flower
+
+    from atoll.engines import superlink
+
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    monkeypatch.setattr(superlink, "start_parent_process_monitor", lambda pid: None)
+    monkeypatch.setattr(superlink, "flower_superlink", lambda: None)
+    superlink.main()
+    assert flower._get_middleware()[0].cls is Guard
+
+
+def test_a_server_and_two_clients_over_tls_give_the_numbers_of_a_local_run(tmp_path: Path) -> None:
+    federation = _federation(atoll.Ditto(steps=2, personal_steps=2), clients=2, cohort=2, rounds=2)
+    (tmp_path / "config.json").write_text(json.dumps({"federation": federation.config()}))
+    make_certs(tmp_path / "certs", 2, [])
+    make_certs(tmp_path / "stranger", 1, [])
+    address = f"127.0.0.1:{_free_port()}"
+    atoll_ = [sys.executable, "-m", "atoll.cli"]
+    serve = [*atoll_, "serve", "config.json", "--listen", address, "--name", "run", "--deadline", "120"]
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str], log: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / log).open("wb") as out:
+            processes.append(subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out))
+        return processes[-1]
+
+    try:
+        server = start(serve, "server.out")
+        for client in range(2):
+            start([*atoll_, "join", address, "--client-id", str(client)], f"{client}.out")
+        _wait(lambda: "round 1:" in _read(tmp_path / "server.out"), server, tmp_path)
+        stranger = [sys.executable, "-m", "atoll.engines.supernode", "--superlink", address, "--isolation", "process"]
+        stranger += ["--root-certificates", "certs/client-0/ca.crt", "--port", str(_free_port())]
+        stranger += ["--auth-supernode-private-key", "stranger/client-0/client.key"]
+        refused = start(stranger, "stranger.out")
+        assert server.wait(240) == 0, _read(tmp_path / "server.out")
+        assert refused.wait(60) != 0
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
+    run = atoll.Run.resume(tmp_path / "runs" / "run")
+    run.close()
+    _same(run.params, federation.run().params)
+    assert run.round == 2
+    assert len(list((tmp_path / "client-1").glob("*/own-00000002.npz"))) == 1
+    assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("rows-*"))  # personal models stay with clients
+
+
+def _wait(done: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
+    end = time.monotonic() + 240
+    while not done():
+        alive = process.poll() is None and time.monotonic() < end
+        assert alive, "\n".join(f"{path}: {_read(path)}" for path in sorted(folder.glob("*.out")))
+        time.sleep(0.2)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace")
