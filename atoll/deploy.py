@@ -26,6 +26,7 @@ from .runs import RunFiles, write_atomically
 from .version import __version__
 
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
+_END_LIMIT = 30.0  # seconds the processes of a killed server may take to end
 _AGAIN = 5.0  # seconds after which a client that was turned away tries again
 _IDLE = 0.1  # seconds between a client's looks for tasks
 _INTERRUPTED = 130  # what shells report for Ctrl-C
@@ -124,6 +125,8 @@ def serve_command(arguments: list[str]) -> int:
     label, default = cli._base_federation(name, chosen)
     options = cli._parse(ServeOptions, ServeOptions(default), rest, f"atoll serve {name}")
     _need_flower()
+    import httpx
+
     from .engines.flower import SERVE, Terms, check_deployable
 
     f = options.federation
@@ -146,6 +149,8 @@ def serve_command(arguments: list[str]) -> int:
         link = subprocess.Popen(_link(options, directory, host, port), env=environment, stdout=log, stderr=log)
         try:
             status = _follow(link, directory, _reachable(host, port), options, keys, stop)
+        except httpx.HTTPError as error:
+            raise AtollError(f"lost the SuperLink ({error}); {directory}/superlink.log says why; {again}") from error
         finally:
             _end(link)
     if stop.is_set():
@@ -287,7 +292,15 @@ def _prepare(directory: Path, f: Federation) -> None:
         RunFiles.create(directory, content).close()
         return
     f.check_same(directory, any_rounds=True)
-    files = RunFiles(directory)
+    end = time.monotonic() + _END_LIMIT
+    while True:
+        try:
+            files = RunFiles(directory)
+            break
+        except AtollError:  # the processes of a server that was killed may not have ended yet
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
     files.write_config(content)
     files.close()
 

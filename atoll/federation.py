@@ -6,7 +6,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -378,11 +378,15 @@ def train(
     checkpoint: Callable[[], None],
     watch: Callable[[T], None] | None,
     checkpoint_every: int,
+    stop: threading.Event | None = None,
 ) -> bool:
-    """Bring `first`, and all that advance with it, up to its number of rounds; True if Ctrl-C ended it before."""
+    """Bring `first`, and all that advance with it, up to its number of rounds; True if Ctrl-C ended it before.
+
+    With a `stop` of the caller's, that ends it instead, and Ctrl-C is left alone.
+    """
     watch = watch or (lambda record: None)
     f = first.federation
-    with ctrl_c() as stop:
+    with ctrl_c() if stop is None else nullcontext(stop) as stop:
         if not first.begun:
             watch(evaluate())
             checkpoint()

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import secrets
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,7 +31,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from ..algorithms.base import Trained
 from ..errors import AtollError, require
-from ..federation import Federation, Record, Run
+from ..federation import Federation, Record, Run, Watcher
+from ..federation import train as train_run
 from ..problems.base import Params
 from ..runs import RunFiles, load_part, main_score, save_part, write_atomically
 from ..server import Reports, admit, norm
@@ -55,6 +57,7 @@ Members = dict[int, int]  # client id -> Flower's id of its node
 SERVE = "ATOLL_SERVE"  # environment: the file in which `atoll serve` tells the ServerApp what to do
 _POLL = 0.1  # seconds between looks for answers
 _WAIT = 1.0  # seconds between looks for clients
+_INTRODUCTION = 30.0  # seconds a node without a key may take to say who it is
 _KEPT = 3  # rounds a client can go back, if its server does
 
 _log = logging.getLogger("atoll")
@@ -124,6 +127,11 @@ class FlowerRun(Run):
         super().reopen(path)
         write_atomically(file, json.dumps({"run": self.name}) + "\n")
 
+    def advance(self, watch: Watcher | None = None, checkpoint_every: int = 1) -> None:
+        """As any run, but Ctrl-C ends it at once: a round may wait for clients that never come."""
+        step, evaluate = (lambda: self.note(self.step())), (lambda: self.note(self.evaluate()))
+        train_run(self, step, evaluate, self.checkpoint, watch, checkpoint_every, threading.Event())
+
     def step(self) -> Record:
         """One round at the clients; returns its record."""
         round_ = self.round + 1
@@ -143,9 +151,8 @@ class FlowerRun(Run):
         record = self.finish(seats, None, report)
         busiest = max((report.seconds for _, report in uploads.values()), default=0.0)
         seconds = {"clients": trained - start, "busiest_client": busiest, "server": time.monotonic() - trained}
-        _log.info(
-            "round %d: %d of %d counted, %.1f s", round_, record["counted"], len(seats), sum(seconds.values()) - busiest
-        )
+        took = time.monotonic() - start
+        _log.info("round %d: %d of %d counted, %.1f s", round_, record["counted"], len(seats), took)
         return record | {"seconds": {name: round(value, 3) for name, value in seconds.items()}}
 
     def seated(self, round_: int, present: list[int]) -> np.ndarray:
@@ -209,21 +216,32 @@ class FlowerRun(Run):
             return {self._known[n.public_key]: n.node_id for n in nodes if n.public_key in self._known}
         strangers = {node.node_id: node.node_id for node in nodes if node.node_id not in self._claims}
         if strangers:
-            claims, _ = self._ask("query", strangers, self.params, self.round, lambda message, _: _claim(message))
-            self._claims |= {node: claims.get(node) for node in strangers}
-        found = ((self._claims[node.node_id], node.node_id) for node in nodes)
+            claims, refused = self._ask(
+                "query", strangers, self.params, self.round, lambda message, _: _claim(message), _INTRODUCTION
+            )
+            self._claims |= claims | dict.fromkeys(refused)
+        found = ((self._claims.get(node.node_id), node.node_id) for node in nodes)
         return {client: node for client, node in found if client is not None}
 
     def _ask(
-        self, kind: str, asked: Members, params: Params, round_: int, read: Callable[[Message, Task], T]
+        self,
+        kind: str,
+        asked: Members,
+        params: Params,
+        round_: int,
+        read: Callable[[Message, Task], T],
+        most: float = math.inf,
     ) -> tuple[dict[int, T], dict[int, str]]:
-        """What `read` makes of the clients' answers, and why others are refused; who is silent is in neither."""
-        model = pack(params)
+        """What `read` makes of the clients' answers, and why others are refused; who is silent is in neither.
+
+        Waits until the terms' deadline, or `most` seconds if that is sooner.
+        """
+        model, deadline = pack(params), min(most, self._terms.deadline)
         tasks = {client: Task(self.name, round_, client, self._settings) for client in asked}
-        messages = [task_message(kind, asked[c], task, model, self._terms.deadline) for c, task in tasks.items()]
+        messages = [task_message(kind, asked[c], task, model, deadline) for c, task in tasks.items()]
         pushed = self._grid.push_messages(messages) if messages else []
         pending = {name: client for name, client in zip(pushed, tasks, strict=True) if name}
-        end = time.monotonic() + self._terms.deadline
+        end = time.monotonic() + deadline
         found: dict[int, T] = {}
         refused: dict[int, str] = {}
         while pending and time.monotonic() < end:
@@ -245,7 +263,7 @@ class FlowerRun(Run):
                 time.sleep(_POLL)
         if pending:
             late = sorted(pending.values())
-            _log.warning("round %d: no answer from clients %s in %g s", round_, late, self._terms.deadline)
+            _log.warning("round %d: no answer from clients %s in %g s", round_, late, deadline)
         return found, refused
 
     def _pulled(self, names: list[str]) -> dict[str, Message | None]:
