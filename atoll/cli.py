@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .agents import AGENT, install, load_mind, save_mind, train_mind
 from .algorithms import ALGORITHMS
+from .deploy import certs_command, join_command, serve_command
 from .engines.local import LocalEngine
 from .errors import AtollError, unknown
 from .federation import Federation, Record, Run, Watcher
@@ -372,6 +373,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "film": film_command,
     "partition": partition_command,
     "reproduce": reproduce_command,
+    "certs": certs_command,
+    "serve": serve_command,
+    "join": join_command,
 }
 
 

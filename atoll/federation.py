@@ -6,7 +6,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,11 @@ class Federation:
         path = Path(directory)
         if not (path / "config.json").exists():
             return self.start(path, engine)
+        self.check_same(path, any_rounds)
+        return Run.resume(path, self.rounds, engine)
+
+    def check_same(self, path: Path, any_rounds: bool = False) -> None:
+        """The run in `path` must have these settings (`any_rounds`: but for its rounds)."""
         found = Federation.from_config(RunFiles.read_config(path).get("federation"))
         if any_rounds:
             found = dataclasses.replace(found, rounds=self.rounds)
@@ -123,7 +128,6 @@ class Federation:
         other = ", ".join(name for name in mine if mine[name] != theirs[name])
         remedy = "choose another --name or --out, or remove it"
         require(not other, f"{path} holds a run with other settings ({other}); {remedy}")
-        return Run.resume(path, self.rounds, engine)
 
     def run(
         self,
@@ -163,6 +167,8 @@ class Federation:
 class Run:
     """A federation in training: the shared model, what clients keep, and the metrics so far."""
 
+    refusal = "their updates are not finite"  # why clients that answered may be left out
+
     def __init__(self, federation: Federation, engine: LocalEngine) -> None:
         f = federation
         pooled = f.algorithm.pooled
@@ -194,18 +200,22 @@ class Run:
         if rounds is not None:
             federation = dataclasses.replace(federation, rounds=rounds)
         run = Run(federation, engine or LocalEngine.of())
-        run.files = RunFiles(path)
+        run.reopen(path)
+        return run
+
+    def reopen(self, path: Path) -> None:
+        """Log and checkpoint in `path`, where a run of these settings is, and go on from its newest checkpoint."""
+        self.files = RunFiles(path)
         try:
-            restored = run.files.restore(run.state, run.store)
-            run.files.write_config({"federation": federation.config()})
+            restored = self.files.restore(self.state, self.store)
+            self.files.write_config({"federation": self.federation.config()})
         except BaseException:
-            run.close()
+            self.close()
             raise
         if restored is not None:  # None: stopped before its first checkpoint, so it starts from the beginning
-            run.round, state = restored
-            run.state = jax.device_put(state, run.engine.devices[0])
-            run.restored = True
-        return run
+            self.round, state = restored
+            self.state = jax.device_put(state, self.engine.devices[0])
+            self.restored = True
 
     @property
     def begun(self) -> bool:
@@ -259,7 +269,7 @@ class Run:
             self.store.write(clients[alive].tolist(), jax.tree.map(lambda leaf: np.asarray(leaf)[alive], own))
         refused = clients[answered & ~alive].tolist()
         if refused:
-            warnings.warn(f"round {round_}: left out clients {refused}, their updates are not finite", stacklevel=2)
+            warnings.warn(f"round {round_}: left out clients {refused}, {self.refusal}", stacklevel=2)
         record: Record = {
             "round": round_,
             "train_loss": _number(report.loss),
@@ -368,11 +378,15 @@ def train(
     checkpoint: Callable[[], None],
     watch: Callable[[T], None] | None,
     checkpoint_every: int,
+    stop: threading.Event | None = None,
 ) -> bool:
-    """Bring `first`, and all that advance with it, up to its number of rounds; True if Ctrl-C ended it before."""
+    """Bring `first`, and all that advance with it, up to its number of rounds; True if Ctrl-C ended it before.
+
+    With a `stop` of the caller's, that ends it instead, and Ctrl-C is left alone.
+    """
     watch = watch or (lambda record: None)
     f = first.federation
-    with ctrl_c() as stop:
+    with ctrl_c() if stop is None else nullcontext(stop) as stop:
         if not first.begun:
             watch(evaluate())
             checkpoint()

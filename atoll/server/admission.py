@@ -1,8 +1,9 @@
-"""Which uploads may count: a client whose update has the wrong form or is not finite is left out, with the reason.
+"""Which uploads may count: a client whose update has the wrong form, is not finite or too long is left out.
 
 `finite` serves a simulated cohort inside the compiled program; `admit` serves uploads that arrive one by one.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,8 @@ def finite(updates: Params, loss: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(jnp.stack([*sums, loss])), axis=0)
 
 
-def refusal(update: Any, params: Params) -> str | None:
-    """Why `update` cannot count towards a model of the form of `params`; None if it can."""
+def refusal(update: Any, params: Params, bound: float = math.inf) -> str | None:
+    """Why `update` cannot count towards a model of the form of `params`; None if it can. `bound` limits its norm."""
     form: Any = jax.tree.structure(params)
     if jax.tree.structure(update) != form:
         return "its structure differs from the shared model's"
@@ -38,12 +39,20 @@ def refusal(update: Any, params: Params) -> str | None:
             return f"{name} has type {array.dtype}, expected {expected.dtype}"
         if not np.all(np.isfinite(array)):
             return f"{name} is not finite"
-    return None
+    size = norm(update)
+    return None if size <= bound else f"its norm is {size:.3g}, more than {bound:.3g}"
 
 
-def admit(uploads: Mapping[int, Any], params: Params) -> tuple[list[int], Params, dict[int, str]]:
+def norm(tree: Params) -> float:
+    """Euclidean norm of all numbers of a pytree, in double precision: no sum of squares of floats overflows it."""
+    return math.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(tree)))
+
+
+def admit(
+    uploads: Mapping[int, Any], params: Params, bound: float = math.inf
+) -> tuple[list[int], Params, dict[int, str]]:
     """Sort uploads by client: ids that count, their updates stacked [C, ...] (None if none), refusals with reasons."""
-    reasons = {client: refusal(update, params) for client, update in sorted(uploads.items())}
+    reasons = {client: refusal(update, params, bound) for client, update in sorted(uploads.items())}
     good = [client for client, reason in reasons.items() if reason is None]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(uploads[client] for client in good)) if good else None
     return good, stacked, {client: reason for client, reason in reasons.items() if reason is not None}

@@ -1,0 +1,60 @@
+"""Flower's SuperLink, safe to show to a network: only this machine may tell it what to run.
+
+A SuperLink serves all of its interfaces at one port: the Fleet API, where each request is signed with a registered
+key, but also the Control and Runtime APIs, through which whoever reaches the port may register keys of his own and
+start programs on the server and on all clients. So these two answer to requests from this machine alone.
+
+    python -m atoll.engines.superlink [arguments of flower-superlink]
+"""
+
+import ipaddress
+import os
+from typing import Any
+
+from flwr.supercore.app_utils import start_parent_process_monitor
+from flwr.superlink import extensions
+from flwr.superlink.cli import flower_superlink
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+
+PUBLIC = ("/v1/fleet/", "/health")
+
+
+class Guard:
+    """ASGI middleware that lets strangers at the public paths only."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and _allowed(scope)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await PlainTextResponse("only for this machine", 403)(scope, receive, send)
+
+
+def _allowed(scope: Any) -> bool:
+    return scope["path"].startswith(PUBLIC) or _local(scope)
+
+
+def _local(scope: Any) -> bool:
+    """Whether a request comes from this machine: over loopback, or from the very address it is sent to."""
+    if not scope.get("client"):
+        return False
+    host = scope["client"][0]
+    try:
+        return ipaddress.ip_address(host).is_loopback or host == (scope.get("server") or [None])[0]
+    except ValueError:
+        return False
+
+
+def main() -> None:
+    """Run the SuperLink behind the guard, for as long as the process that started it lives."""
+    start_parent_process_monitor(os.getppid())
+    extensions.get_middleware = lambda: (Middleware(Guard),)
+    flower_superlink()
+
+
+if __name__ == "__main__":
+    main()
