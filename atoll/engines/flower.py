@@ -428,9 +428,8 @@ def _opened(message: Message, context: Context) -> tuple[Task, Run, Home]:
     if task.client != client:
         raise Refused(f"it is for client {task.client}, this is client {client}")
     run = _run(task.settings)
-    require(
-        client < run.problem.population, f"client-id is {client}; this federation's are 0..{run.problem.population}"
-    )
+    last = run.problem.population - 1
+    require(client <= last, f"client-id is {client}; this federation's are 0..{last}")
     shared = jax.device_put(unpack(model, run.params), run.engine.devices[0])
     run.state, run.round = run.state._replace(params=shared), task.round
     return task, run, Home(Path(str(context.node_config["client-dir"])), task.run)

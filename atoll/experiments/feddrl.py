@@ -27,7 +27,7 @@ from ..recipes import recipe
 from ..report.report import COLOURS, read_lines
 from ..server import WEIGHTINGS, Server
 from ..settings import parse_spec
-from .cells import Cell, Job, Track, train_jobs, verdict
+from .cells import Cell, Job, Track, check_counts, train_jobs, verdict
 from .show import band, finish, header, row, shown, written
 
 # Algorithm and weighting.
@@ -142,9 +142,7 @@ class Item:
             require(number in (10, 100), f"clients is {number}; the paper has federations of 10 and of 100")
         for method in self.methods:
             parse_spec("method", WEIGHTINGS, _what(method)[1])
-        for name in ("seeds", "rounds", "together"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
 
     @property
     def kind(self) -> str:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from ..algorithms import Meta
 from ..algorithms.meta import ORDERS
-from ..errors import require, unknown
+from ..errors import unknown
 from ..federation import Evaluation, Federation, Record
 from ..fleet import Fleet
 from ..problems import Locomotion
@@ -22,7 +22,7 @@ from ..recipes import recipe
 from ..report.report import COLOURS, read_lines
 from ..rl.bodies import TASKS, Dynamics
 from ..server import FedAdam, Server
-from .cells import Cell, Job, Track, read_cells, train_jobs, verdict
+from .cells import Cell, Job, Track, check_counts, read_cells, train_jobs, verdict
 from .show import band, finish, header, row, shown, written
 
 METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}
@@ -80,9 +80,7 @@ class Item:
         for method in self.methods:
             if method not in METHODS:
                 raise unknown("method", method, METHODS)
-        for name in ("seeds", "rounds", "together"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+        check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
 
     @property
     def kind(self) -> str:

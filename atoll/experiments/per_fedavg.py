@@ -17,11 +17,10 @@ from matplotlib.figure import Figure
 
 from ..algorithms import Algorithm, FedAvg, Meta
 from ..algorithms.meta import Order
-from ..errors import require
 from ..federation import Evaluation, Federation
 from ..machine import cores
 from ..problems import Classification
-from .cells import Cell, Track, read_cells, run_cells, verdict
+from .cells import Cell, Track, check_counts, read_cells, run_cells, verdict
 from .show import shown
 
 METHODS: dict[str, Order | None] = {"FedAvg": None, "FO": "first", "HF": "hessian-free", "exact": "exact"}
@@ -54,8 +53,7 @@ class Table1:
     """runs side by side (default: one per CPU core; 1 on a GPU)"""
 
     def __post_init__(self) -> None:
-        require(self.jobs is None or self.jobs >= 1, f"jobs is {self.jobs}; it must be at least 1")
-        require(self.seeds is None or self.seeds >= 1, f"seeds is {self.seeds}; it must be at least 1")
+        check_counts(jobs=self.jobs, seeds=self.seeds)
 
     @property
     def folder(self) -> Path:

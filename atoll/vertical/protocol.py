@@ -7,7 +7,7 @@ vector that was sent. Nothing else has a type here. A vector becomes a message o
 and adds the noise; a target only through `target`; a gradient only through `slopes`.
 
 The protocol is written once, against `Peer`. In one process a peer is the passive party itself, and everything here is
-traced into one compiled program; a transport implements the same four calls for a party elsewhere.
+traced into one compiled program; a transport implements the same calls for a party elsewhere.
 
 What the method itself tells the betas: the target of a record that ends an episode is its reward.
 """
