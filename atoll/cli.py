@@ -15,7 +15,7 @@ import jax
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from .agents import AGENT, install, load_mind, save_mind, train_mind
 from .algorithms import ALGORITHMS
@@ -30,14 +30,24 @@ from .problems.data import DATASETS
 from .problems.models import MODELS
 from .problems.partition import PARTITIONS
 from .recipes import RECIPES, recipe, with_budget
-from .runs import RunFiles, main_score
+from .runs import main_score
 from .server import OPTIMIZERS, WEIGHTINGS
 from .server.impact import Mind
+from .terminal import (
+    INTERRUPTED,
+    base_federation,
+    console,
+    describe,
+    free_name,
+    option,
+    parse,
+    positional,
+    progress_bar,
+    stage_tracker,
+)
 from .version import __version__
 
 T = TypeVar("T")
-_console = Console(stderr=True, highlight=False, soft_wrap=True)
-_INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +105,12 @@ class _StartOptions(_RunOptions):
 
 def run_command(arguments: list[str]) -> int:
     """Train: atoll run RECIPE|CONFIG.json [--algorithm NAME] [--rounds N --clients N --cohort N --seed N --name X]."""
-    name, rest = _positional(arguments, "a recipe", RECIPES)
-    chosen, rest = _option(rest, "--algorithm")
-    label, default = _base_federation(name, chosen)
-    options = _parse(_StartOptions, _StartOptions(default), rest, f"atoll run {name}")
+    name, rest = positional(arguments, "a recipe", RECIPES)
+    chosen, rest = option(rest, "--algorithm")
+    label, default = base_federation(name, chosen)
+    options = parse(_StartOptions, _StartOptions(default), rest, f"atoll run {name}")
     engine = _engine(options.where.devices)
-    directory = options.where.runs_dir / (options.where.name or _free_name(options.where.runs_dir, label))
+    directory = options.where.runs_dir / (options.where.name or free_name(options.where.runs_dir, label))
     mind = None
     if options.agent.source:
         mind = load_mind(options.agent.source, options.federation)
@@ -109,21 +119,21 @@ def run_command(arguments: list[str]) -> int:
             raise AtollError(f"{directory} holds a run already; continue it: atoll resume {directory}")
         mind = _first_stage(options, directory, engine)
         if mind is None:
-            _console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")
-            return _INTERRUPTED
+            console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")
+            return INTERRUPTED
     run = options.federation.start(directory, engine)
     if mind is not None:
         save_mind(directory / AGENT, mind)
         install(run, mind)
-    _console.print(f"{escape(str(directory))}: {_describe(options.federation)}")
+    console.print(f"{escape(str(directory))}: {describe(options.federation)}")
     return _train(run, options.where.checkpoint_every)
 
 
 def _first_stage(options: _StartOptions, directory: Path, engine: LocalEngine) -> Mind | None:
     """An agent from workers' experience; None if interrupted."""
     f, workers = options.federation, options.agent.workers
-    _console.print(f"{escape(str(directory))}: {workers} workers collect experience, {_describe(f)}")
-    with _progress() as progress:
+    console.print(f"{escape(str(directory))}: {workers} workers collect experience, {describe(f)}")
+    with progress_bar() as progress:
         watch = _round_tracker(progress, "workers", f.rounds, 0)
         return train_mind(f, workers, directory, engine, lambda records: watch(records[0]))
 
@@ -137,8 +147,8 @@ def resume_command(arguments: list[str]) -> int:
         """train up to this round (default: what the run was started with)"""
         how: Annotated[How, tyro.conf.arg(name="")] = dataclasses.field(default_factory=How)
 
-    directory, rest = _positional(arguments, "a run's directory")
-    options = _parse(Options, Options(), rest, "atoll resume DIR")
+    directory, rest = positional(arguments, "a run's directory")
+    options = parse(Options, Options(), rest, "atoll resume DIR")
     _check_run(directory)
     run = Run.resume(directory, options.rounds, _engine(options.how.devices))
     if not run.begun and (Path(directory) / AGENT).exists():  # stopped before its first checkpoint
@@ -149,7 +159,7 @@ def resume_command(arguments: list[str]) -> int:
             f"{directory} is finished at round {run.round}; to train on, raise it: "
             f"atoll resume {directory} --rounds {2 * run.round}"
         )
-    _console.print(f"{escape(directory)}: going on after round {run.round}")
+    console.print(f"{escape(directory)}: going on after round {run.round}")
     return _train(run, options.how.checkpoint_every)
 
 
@@ -157,8 +167,8 @@ def compare_command(arguments: list[str]) -> int:
     """Train several algorithms on one recipe and report: atoll compare RECIPE [--algorithms A,B,...] [flags of run]."""
     from .report.report import report
 
-    name, rest = _positional(arguments, "a recipe", RECIPES)
-    wanted, rest = _option(rest, "--algorithms")
+    name, rest = positional(arguments, "a recipe", RECIPES)
+    wanted, rest = option(rest, "--algorithms")
     own = next((word for word in rest if word.startswith("--algorithm.") or word == "--algorithm"), None)
     if own:
         raise AtollError(
@@ -172,7 +182,7 @@ def compare_command(arguments: list[str]) -> int:
         raise AtollError(f"{unfit[0]} needs data that can be pooled, and clients of {name} have tasks; leave it out")
     rivals = {algorithm: base.with_algorithm(algorithm).algorithm for algorithm in algorithms}
     # Flags speak of the recipe's own algorithm: --problem.batches is what it takes at a time, others in proportion.
-    options = _parse(_RunOptions, _RunOptions(base.federation), rest, f"atoll compare {name}")
+    options = parse(_RunOptions, _RunOptions(base.federation), rest, f"atoll compare {name}")
     engine = _engine(options.where.devices)
     folder = options.where.runs_dir / (options.where.name or f"{name}-compared")
     for algorithm, rival in rivals.items():
@@ -181,7 +191,7 @@ def compare_command(arguments: list[str]) -> int:
         if run.round < settings.rounds or not run.round:
             code = _train(run, options.where.checkpoint_every, algorithm, hint=False)
             if code:
-                _console.print(f"stopped; the same command goes on from here ({escape(str(folder))})")
+                console.print(f"stopped; the same command goes on from here ({escape(str(folder))})")
                 return code
         run.close()
     out, text = report([folder / algorithm for algorithm in algorithms], folder)
@@ -194,11 +204,11 @@ def sweep_command(arguments: list[str]) -> int:
     """Many runs as one batch: atoll sweep RECIPE --vary seed=0,1,2 [--vary algorithm.alpha=0.05,0.1] [flags of run]."""
     from .report.report import report
 
-    name, rest = _positional(arguments, "a recipe", RECIPES)
-    chosen, rest = _option(rest, "--algorithm")
+    name, rest = positional(arguments, "a recipe", RECIPES)
+    chosen, rest = option(rest, "--algorithm")
     varied = []
     while True:
-        text, rest = _option(rest, "--vary", first=True)
+        text, rest = option(rest, "--vary", first=True)
         if text is None:
             break
         setting, equals, values = text.partition("=")
@@ -207,10 +217,10 @@ def sweep_command(arguments: list[str]) -> int:
         varied.append([(setting, value) for value in re.split(r",(?![^(]*\))", values)])
     if not varied:
         raise AtollError("name a setting and its values: --vary seed=0,1,2")
-    label, default = _base_federation(name, chosen)
-    options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll sweep {name}")
+    label, default = base_federation(name, chosen)
+    options = parse(_RunOptions, _RunOptions(default), rest, f"atoll sweep {name}")
     engine = _engine(options.where.devices)
-    folder = options.where.runs_dir / (options.where.name or _free_name(options.where.runs_dir, f"{label}-sweep"))
+    folder = options.where.runs_dir / (options.where.name or free_name(options.where.runs_dir, f"{label}-sweep"))
     runs: list[Run] = []
     try:
         for combination in itertools.product(*varied):
@@ -219,17 +229,17 @@ def sweep_command(arguments: list[str]) -> int:
                 _set(content, setting, value)
             path = folder / ",".join(f"{setting}={value}" for setting, value in combination)
             runs.append(Federation.from_config(content).start_or_resume(path, engine, any_rounds=True))
-        _console.print(f"{escape(str(folder))}: {len(runs)} runs, {_describe(runs[0].federation)}")
+        console.print(f"{escape(str(folder))}: {len(runs)} runs, {describe(runs[0].federation)}")
         fleet = Fleet(runs)
-        with _progress() as progress:
+        with progress_bar() as progress:
             watch = _round_tracker(progress, "first of all", runs[0].federation.rounds, runs[0].round)
             fleet.advance(lambda records: watch(records[0]), options.where.checkpoint_every)
     finally:
         for run in runs:
             run.close()
     if fleet.interrupted:
-        _console.print(f"stopped; go on with the same command and --name {escape(folder.name)}")
-        return _INTERRUPTED
+        console.print(f"stopped; go on with the same command and --name {escape(folder.name)}")
+        return INTERRUPTED
     out, text = report([run.files.path for run in runs if run.files], folder)
     print(text)
     print(f"\ncurves: {out / 'curves.png'}")
@@ -253,10 +263,10 @@ def _set(content: Any, setting: str, value: str) -> None:
 
 def demo_command(arguments: list[str]) -> int:
     """A first look: cheetahs learn to run their own way; curves and a film: atoll demo [--runs-dir DIR]."""
-    options = _parse(Where, Where(), arguments, "atoll demo")
-    directory = options.runs_dir / (options.name or _free_name(options.runs_dir, "demo"))
+    options = parse(Where, Where(), arguments, "atoll demo")
+    directory = options.runs_dir / (options.name or free_name(options.runs_dir, "demo"))
     federation = recipe("fmrl/demo").federation
-    _console.print(f"{escape(str(directory))}: {_describe(federation)}")
+    console.print(f"{escape(str(directory))}: {describe(federation)}")
     code = _train(federation.start(directory, _engine(options.devices)), options.checkpoint_every)
     return code or report_command([str(directory)]) or film_command([str(directory)])
 
@@ -265,9 +275,9 @@ def film_command(arguments: list[str]) -> int:
     """A film of one shared policy and of two clients' own: atoll film DIR [--steps N] [--out FILE.gif]."""
     from .report.film import film
 
-    directory, rest = _positional(arguments, "a run's directory")
-    out, rest = _option(rest, "--out")
-    steps, rest = _option(rest, "--steps")
+    directory, rest = positional(arguments, "a run's directory")
+    out, rest = option(rest, "--out")
+    steps, rest = option(rest, "--steps")
     if rest:
         raise unknown("option", rest[0], ["--out", "--steps"])
     if steps is not None and not steps.isdigit():
@@ -285,7 +295,7 @@ def report_command(arguments: list[str]) -> int:
     """Curves and a table of runs: atoll report DIR [DIR ...] [--out FOLDER]."""
     from .report.report import report
 
-    out, directories = _option(arguments, "--out")
+    out, directories = option(arguments, "--out")
     flags = [argument for argument in directories if argument.startswith("-")]
     if flags:
         raise unknown("option", flags[0], ["--out"])
@@ -302,10 +312,10 @@ def partition_command(arguments: list[str]) -> int:
     from .problems.classification import Classification
     from .report.partition_plot import partition_figure
 
-    name, rest = _positional(arguments, "a recipe", RECIPES)
-    out, rest = _option(rest, "--out")
-    label, default = _base_federation(name, None)
-    options = _parse(_RunOptions, _RunOptions(default), rest, f"atoll partition {name}")
+    name, rest = positional(arguments, "a recipe", RECIPES)
+    out, rest = option(rest, "--out")
+    label, default = base_federation(name, None)
+    options = parse(_RunOptions, _RunOptions(default), rest, f"atoll partition {name}")
     f = options.federation
     if not isinstance(f.problem, Classification):
         raise AtollError(f"{name} has no partition: its clients do not share out a data set")
@@ -324,15 +334,15 @@ def reproduce_command(arguments: list[str]) -> int:
     """A table of a paper beside our figures: atoll reproduce ITEM [--scale quick|paper] [--seeds N]."""
     from .experiments import EXPERIMENTS
 
-    name, rest = _positional(arguments, "an item", EXPERIMENTS)
+    name, rest = positional(arguments, "an item", EXPERIMENTS)
     if name not in EXPERIMENTS:
         raise unknown("item", name, EXPERIMENTS)
-    options = _parse(EXPERIMENTS[name], EXPERIMENTS[name](), rest, f"atoll reproduce {name}")
-    with _progress() as progress:
-        finished = options.reproduce(_stage_tracker(progress))
+    options = parse(EXPERIMENTS[name], EXPERIMENTS[name](), rest, f"atoll reproduce {name}")
+    with progress_bar() as progress:
+        finished = options.reproduce(stage_tracker(progress))
     if not finished:
-        _console.print("stopped; the same command goes on from here")
-        return _INTERRUPTED
+        console.print("stopped; the same command goes on from here")
+        return INTERRUPTED
     print(options.table())
     return 0
 
@@ -401,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("atoll: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         return 0
     except OSError as error:  # no space, no permission, a folder where a file should be
@@ -417,54 +427,9 @@ def _overview() -> str:
     )
 
 
-def _positional(arguments: list[str], what: str, options: Any = ()) -> tuple[str, list[str]]:
-    if not arguments or arguments[0].startswith("-"):
-        hint = f": {', '.join(options)}" if options else ""
-        raise AtollError(f"name {what} first{hint}")
-    return arguments[0], arguments[1:]
-
-
 def _check_run(directory: str) -> None:
     if not Path(directory).is_dir():
         raise AtollError(f"{directory} is no run; give the directory that `atoll run` made")
-
-
-def _option(arguments: list[str], flag: str, first: bool = False) -> tuple[str | None, list[str]]:
-    """Take `flag VALUE` or `flag=VALUE` out of `arguments`: all of them and the last one's value, or only the first."""
-    rest, value = [], None
-    words = iter(arguments)
-    for word in words:
-        if first and value is not None:
-            rest.append(word)
-        elif word == flag:
-            value = next(words, None)
-            if value is None:
-                raise AtollError(f"{flag} needs a value")
-        elif word.startswith(flag + "="):
-            value = word[len(flag) + 1 :]
-        else:
-            rest.append(word)
-    return value, rest
-
-
-def _base_federation(name: str, algorithm: str | None) -> tuple[str, Federation]:
-    """Label and settings that a recipe's name, or the path of a run or its config, stands for."""
-    path = Path(name)
-    if name not in RECIPES and (path.suffix == ".json" or (path / "config.json").exists()):
-        federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
-        label = (path if path.is_dir() else path.resolve().parent).name
-        if algorithm is None:
-            return label, federation
-        if algorithm not in ALGORITHMS:
-            raise unknown("algorithm", algorithm, ALGORITHMS)
-        return label, with_budget(federation, ALGORITHMS[algorithm]())
-    found = recipe(name)
-    label = name.replace("/", "-")
-    return (label, found.federation) if algorithm is None else (f"{label}-{algorithm}", found.with_algorithm(algorithm))
-
-
-def _parse(cls: type[T], default: T, arguments: list[str], prog: str) -> T:
-    return tyro.cli(cls, default=default, args=arguments, prog=prog, use_underscores=False)
 
 
 def _engine(count: int | None) -> LocalEngine:
@@ -476,22 +441,10 @@ def _engine(count: int | None) -> LocalEngine:
     return LocalEngine.of(devices[:count])
 
 
-def _free_name(folder: Path, label: str) -> str:
-    number = 1
-    while (folder / f"{label}-{number}").exists():
-        number += 1
-    return f"{label}-{number}"
-
-
-def _describe(f: Federation) -> str:
-    kind = next(kind for kind, cls in ALGORITHMS.items() if cls is type(f.algorithm))
-    return f"{kind}, {f.clients} clients, cohort {f.cohort}, {f.rounds} rounds, seed {f.seed}"
-
-
 def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool = True) -> int:
     start = time.monotonic()
     try:
-        with _progress() as progress:
+        with progress_bar() as progress:
             run.advance(_round_tracker(progress, label, run.federation.rounds, run.round), checkpoint_every)
     finally:
         run.close()
@@ -499,25 +452,12 @@ def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool 
     path = escape(str(run.files.path))
     if run.interrupted:
         if hint:
-            _console.print(f"stopped after round {run.round}; go on with: atoll resume {path}")
-        return _INTERRUPTED
+            console.print(f"stopped after round {run.round}; go on with: atoll resume {path}")
+        return INTERRUPTED
     last = next((record for record in reversed(run.history) if "evaluation" in record), None)
     if last is not None:
-        _console.print(f"{label}: round {run.round} in {time.monotonic() - start:.1f} s; {figures(last)}")
+        console.print(f"{label}: round {run.round} in {time.monotonic() - start:.1f} s; {figures(last)}")
     return 0
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-        console=_console,
-    )
 
 
 def _round_tracker(progress: Progress, label: str, rounds: int, done: int) -> Watcher:
@@ -526,20 +466,9 @@ def _round_tracker(progress: Progress, label: str, rounds: int, done: int) -> Wa
     def watch(record: Record) -> None:
         if "evaluation" in record:
             progress.update(task, figures=figures(record))
-            if not _console.is_terminal:  # a bar cannot move in a log file: say it line by line
-                _console.print(f"round {record['round']}: {figures(record)}")
+            if not console.is_terminal:  # a bar cannot move in a log file: say it line by line
+                console.print(f"round {record['round']}: {figures(record)}")
         progress.update(task, completed=record["round"])
-
-    return watch
-
-
-def _stage_tracker(progress: Progress) -> Callable[[int, int, str], None]:
-    task = progress.add_task("runs", total=None, figures="")
-
-    def watch(done: int, total: int, text: str) -> None:
-        progress.update(task, completed=done, total=total, figures=text)
-        if not _console.is_terminal:
-            _console.print(f"{done}/{total} {text}")
 
     return watch
 
@@ -565,7 +494,7 @@ def _signature(name: str, cls: type[Any]) -> str:
 
 
 def _print_warning(message: Any, *_: Any) -> None:
-    _console.print(f"atoll: warning: {escape(str(message))}")
+    console.print(f"atoll: warning: {escape(str(message))}")
 
 
 if __name__ == "__main__":

@@ -22,14 +22,15 @@ import tyro
 
 from .errors import AtollError, require
 from .federation import Federation, ctrl_c
+from .recipes import RECIPES
 from .runs import RunFiles, write_atomically
+from .terminal import INTERRUPTED, base_federation, describe, free_name, option, parse, positional
 from .version import __version__
 
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
 _END_LIMIT = 30.0  # seconds the processes of a killed server may take to end
 _AGAIN = 5.0  # seconds after which a client that was turned away tries again
 _IDLE = 0.1  # seconds between a client's looks for tasks
-_INTERRUPTED = 130  # what shells report for Ctrl-C
 _COMPILED = {  # JAX keeps every compiled program, for the next start
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -105,10 +106,8 @@ class JoinOptions:
 
 def certs_command(arguments: list[str]) -> int:
     """Certificates and keys for a server and its clients: atoll certs DIR --clients N [--host NAME,ADDRESS]."""
-    from . import cli
-
-    directory, rest = cli._positional(arguments, "a folder")
-    options = cli._parse(CertsOptions, CertsOptions(), rest, "atoll certs DIR")
+    directory, rest = positional(arguments, "a folder")
+    options = parse(CertsOptions, CertsOptions(), rest, "atoll certs DIR")
     _need_flower()
     make_certs(Path(directory), options.clients, options.host.split(","))
     print(f"{directory}/server is for the server, {directory}/client-ID for each client; {directory}/ca.key stays here")
@@ -117,13 +116,10 @@ def certs_command(arguments: list[str]) -> int:
 
 def serve_command(arguments: list[str]) -> int:
     """Train with real clients: atoll serve RECIPE --listen HOST:PORT --min-clients N [--certs DIR] [flags of run]."""
-    from . import cli
-    from .recipes import RECIPES
-
-    name, rest = cli._positional(arguments, "a recipe", RECIPES)
-    chosen, rest = cli._option(rest, "--algorithm")
-    label, default = cli._base_federation(name, chosen)
-    options = cli._parse(ServeOptions, ServeOptions(default), rest, f"atoll serve {name}")
+    name, rest = positional(arguments, "a recipe", RECIPES)
+    chosen, rest = option(rest, "--algorithm")
+    label, default = base_federation(name, chosen)
+    options = parse(ServeOptions, ServeOptions(default), rest, f"atoll serve {name}")
     _need_flower()
     import httpx
 
@@ -134,7 +130,7 @@ def serve_command(arguments: list[str]) -> int:
     terms = Terms(options.min_clients, options.deadline, options.norm_bound)
     keys = None if options.insecure else read_keys(options.certs)
     host, port = _address(options.listen)
-    directory = options.runs_dir / (options.name or cli._free_name(options.runs_dir, label))
+    directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
     _prepare(directory, f)
     orders = {
         "directory": str(directory.resolve()),
@@ -143,7 +139,7 @@ def serve_command(arguments: list[str]) -> int:
     }
     write_atomically(directory / "serve.json", json.dumps(orders, indent=2) + "\n")
     again = f"go on with the same command and --name {directory.name}"
-    print(f"{directory}: {cli._describe(f)}; listening at {options.listen}", flush=True)
+    print(f"{directory}: {describe(f)}; listening at {options.listen}", flush=True)
     environment = _environment(directory) | {SERVE: str((directory / "serve.json").resolve())}
     with (directory / "superlink.log").open("ab") as log, ctrl_c() as stop:
         link = subprocess.Popen(_link(options, directory, host, port), env=environment, stdout=log, stderr=log)
@@ -155,7 +151,7 @@ def serve_command(arguments: list[str]) -> int:
             _end(link)
     if stop.is_set():
         print(f"stopped; {again}")
-        return _INTERRUPTED
+        return INTERRUPTED
     if status != "completed":
         raise AtollError(f"the run ended as '{status}'; {directory}/superlink.log says why; then {again}")
     return 0
@@ -163,9 +159,7 @@ def serve_command(arguments: list[str]) -> int:
 
 def join_command(arguments: list[str]) -> int:
     """Take part as a client: atoll join HOST:PORT --client-id ID [--certs DIR] [--client-dir DIR]."""
-    from . import cli
-
-    address, rest = cli._positional(arguments, "the server's address")
+    address, rest = positional(arguments, "the server's address")
     options: Any = tyro.cli(JoinOptions, args=rest, prog="atoll join HOST:PORT", use_underscores=False)
     _need_flower()
     _address(address)
@@ -203,7 +197,7 @@ def join_command(arguments: list[str]) -> int:
             if not stop.is_set():
                 print(f"client {options.client_id}: turned away by {address}; trying again", flush=True)
                 stop.wait(_AGAIN)
-    return _INTERRUPTED
+    return INTERRUPTED
 
 
 def make_certs(folder: Path, clients: int, hosts: list[str]) -> None:
