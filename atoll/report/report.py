@@ -105,7 +105,7 @@ def table(runs: Sequence[Logged]) -> str:
             if values is None:
                 raise AtollError(f"{run.name} has no {score}; report runs of different problems apart")
             own = np.sort(np.array(run.clients[group][score], float)[:, -1])
-            worst = np.mean((own if score != "loss" else own[::-1])[: max(1, len(own) // 10)])
+            worst = np.mean((own if score != "loss" else own[::-1])[: -(-len(own) // 10)])
             shown = [_format(score, value) for value in values]
             cells = [*shown, *[""] * (steps - len(shown)), _format(score, worst)]
             kind = run.config["federation"]["algorithm"]["kind"]

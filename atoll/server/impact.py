@@ -96,8 +96,9 @@ class FedDrl(Weighting):
 
     variant: Literal["paper", "code"] = "paper"
     """paper: softmax of a sample; code: a sample around the softmax, not normalised, as in the authors' program"""
-    slots: Literal["clients", "losses"] = "clients"
-    """order in which the agent sees a cohort: by client, as in the paper, or by loss, the worst served first"""
+    slots: Literal["clients", "losses", "alike"] = "clients"
+    """how the agent sees a cohort: in the order of clients, as in the paper; of losses, the worst served first; or
+    alike: one function of a client's own state decides about it, whoever the others are"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that no client counts more than exp(2 limit) times another"""
     beta: float = 0.1
@@ -161,8 +162,9 @@ class FedDrl(Weighting):
         """An agent for cohorts of `cohort` clients that knows nothing."""
         del clients
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 77), 4)
+        seen = 1 if self.slots == "alike" else cohort  # clients that a network sees at once
         networks = Networks(
-            _network(keys[0], 3 * cohort, self.width, 2 * cohort), _network(keys[1], 5 * cohort, self.width, 1)
+            _network(keys[0], 3 * seen, self.width, 2 * seen), _network(keys[1], 5 * seen, self.width, 1)
         )
         moments = Networks(*(o.init(net) for o, net in zip(self._optimizers(), networks, strict=True)))
         state, action, number = jnp.zeros(3 * cohort), jnp.zeros(2 * cohort), jnp.zeros(())
@@ -254,9 +256,20 @@ class FedDrl(Weighting):
 
     def _act(self, policy: Params, state: jax.Array) -> jax.Array:
         """Means and deviations [..., 2K] for states [..., 3K]."""
-        mean, width = jnp.split(_forward(policy, state), 2, -1)
+        if self.slots == "alike":
+            answer = _by_number(_forward(policy, _by_client(state, 3) * (state.shape[-1] // 3)))
+        else:
+            answer = _forward(policy, state)
+        mean, width = jnp.split(answer, 2, -1)
         mean = jax.nn.softmax(mean) if self.variant == "code" else self.limit * jnp.tanh(mean)
         return jnp.concatenate([mean, self._most(mean) * jax.nn.sigmoid(width)], -1)
+
+    def _worth(self, value: Params, state: jax.Array, action: jax.Array) -> jax.Array:
+        """What decisions [..., 2K] in states [..., 3K] are worth, [...]."""
+        if self.slots == "alike":
+            seen = [_by_client(state, 3) * (state.shape[-1] // 3), _by_client(action, 2)]
+            return jnp.mean(_forward(value, jnp.concatenate(seen, -1))[..., 0], -1)
+        return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
 
     def _bounded(self, action: jax.Array) -> jax.Array:
         mean, deviation = jnp.split(action, 2, -1)
@@ -273,15 +286,15 @@ class FedDrl(Weighting):
         rows = jnp.minimum(jnp.searchsorted(heap, luck, side="right"), replay.size - 1)
         judged = replay.rounds._replace(reward=self._judged(replay))
         state, action, reward, following = (column[rows] for column in judged)
-        future = _worth(mind.slow.value, following, self._act(mind.slow.policy, following))
+        future = self._worth(mind.slow.value, following, self._act(mind.slow.policy, following))
         target = reward + self.gamma * future
 
         def surprise(value: Params) -> tuple[jax.Array, jax.Array]:
-            error = target - _worth(value, state, action)
+            error = target - self._worth(value, state, action)
             return jnp.mean(error**2), jnp.abs(error)
 
         def regret(policy: Params) -> jax.Array:
-            return -jnp.mean(_worth(value, state, self._act(policy, state)))
+            return -jnp.mean(self._worth(value, state, self._act(policy, state)))
 
         policy_optimizer, value_optimizer = self._optimizers()
         gradient, error = jax.grad(surprise, has_aux=True)(mind.networks.value)
@@ -347,6 +360,12 @@ def _forward(layers: Params, x: jax.Array) -> jax.Array:
     return result
 
 
-def _worth(value: Params, state: jax.Array, action: jax.Array) -> jax.Array:
-    """What decisions [..., 2K] in states [..., 3K] are worth, [...]."""
-    return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
+def _by_client(values: jax.Array, numbers: int) -> jax.Array:
+    """What is known of K clients, [..., numbers * K], client by client: [..., K, numbers]."""
+    return jnp.swapaxes(values.reshape(*values.shape[:-1], numbers, -1), -1, -2)
+
+
+def _by_number(values: jax.Array) -> jax.Array:
+    """The reverse: [..., K, numbers] as [..., numbers * K]."""
+    values = jnp.swapaxes(values, -1, -2)
+    return values.reshape(*values.shape[:-2], -1)
