@@ -6,8 +6,10 @@ from .hosted import HostedLead, HostedPassive, host_lead, host_passive
 from .networks import DenseNetwork, GridNetwork, Head
 from .parties import Lead, Learning, Passive
 from .protocol import Noise, Peer, Phase, Recorded
-from .training import METHODS, Result, Score, Setup, Training, train
-from .world import Outcome, Stage, World
+from .text2action import TextScore, TextWorld
+from .textnetwork import TextNetwork
+from .training import METHODS, Result, Setup, Training, train
+from .world import Outcome, Score, Stage, World
 
 __all__ = [
     "METHODS",
@@ -30,6 +32,9 @@ __all__ = [
     "Score",
     "Setup",
     "Stage",
+    "TextNetwork",
+    "TextScore",
+    "TextWorld",
     "Training",
     "World",
     "account",

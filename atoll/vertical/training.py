@@ -17,10 +17,10 @@ import numpy as np
 from ..errors import require, unknown
 from ..settings import settings
 from . import protocol
-from .networks import GridNetwork, Head, Network, Params
+from .networks import GridNetwork, Head, Network, Params, Views
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
 from .protocol import Noised, Phase
-from .world import Stage, World
+from .world import Played, Stage, World
 
 
 class Method(NamedTuple):
@@ -55,7 +55,7 @@ class Training:
     patience: int = 10
     """stop after so many epochs in which validation got no better"""
     epoch: int = 0
-    """environment steps of an epoch; 0: a quarter of the longest duration of 100 episodes"""
+    """environment steps of an epoch; 0: as the world has it"""
     parallel: int = 1
     """episodes played side by side"""
     updates: int = 1
@@ -68,9 +68,9 @@ class Training:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         require(self.epoch >= 0, f"epoch is {self.epoch}; it must be 0 or more environment steps")
 
-    def joint_steps(self, limit: int) -> int:
-        """Steps of all episodes together in an epoch of a world whose episodes have at most `limit` steps."""
-        return math.ceil((self.epoch or 25 * limit) / self.parallel)
+    def joint_steps(self, world: World) -> int:
+        """Steps of all episodes together in an epoch."""
+        return math.ceil((self.epoch or world.epoch) / self.parallel)
 
 
 class Minds(NamedTuple):
@@ -95,14 +95,6 @@ class Run(NamedTuple):
         return Minds(self.lead.net, self.lead.head, tuple(peer.net for peer in self.peers))
 
 
-class Score(NamedTuple):
-    """Of all episodes of a phase."""
-
-    success: Any  # share of episodes that ended well
-    detour: Any  # trajectory difference: |steps - optimal steps| / optimal steps, summed over successful episodes
-    reward: Any  # mean sum of an episode
-
-
 class Setup(NamedTuple):
     """What a run is made of; settings are pytrees, so that a program takes it as argument."""
 
@@ -118,8 +110,8 @@ class Result(NamedTuple):
     seed: int
     steps: int  # of the environment
     curve: list[dict[str, float]]  # one row an epoch
-    quiet: Score  # test without noise; FRL-1
-    noised: Score  # test with noise on all vectors; FRL-2
+    quiet: Any  # score of the test without noise; FRL-1
+    noised: Any  # score of the test with noise on all vectors; FRL-2
     minds: Minds  # best in validation without noise
     minds_noised: Minds  # and with
 
@@ -150,9 +142,8 @@ def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: in
     """The leading party of a seed."""
     world, views = setup.world, _views(method, setup.world)
     parties = 1 + len(_places(method, world))
-    shapes = tuple(world.shapes[view] for view in views)
-    dtype = _dtype(world)
-    return new_lead(_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, episodes, dtype)
+    shapes, kept = tuple(world.shapes[i] for i in views), tuple(_kept(world)[i] for i in views)
+    return new_lead(_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, kept, episodes)
 
 
 def new_peer(setup: Setup, seed: jax.Array | int, place: int, episodes: int) -> PassiveState:
@@ -165,8 +156,8 @@ def new_peer(setup: Setup, seed: jax.Array | int, place: int, episodes: int) -> 
         world.shapes[place],
         world.actions,
         len(world.shapes),
+        _kept(world)[place],
         episodes,
-        _dtype(world),
     )
 
 
@@ -207,8 +198,13 @@ def _repeat(lead: Lead, peers: tuple[Passive, ...], times: int, lesson: Callable
     put(jax.lax.fori_loop(0, times, body, states()))
 
 
-def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Score:
-    """Play all episodes of a phase, side by side."""
+def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Any:
+    """The world's score of all episodes of a phase."""
+    return setup.world.score(*play(setup, method, minds, key, phase))
+
+
+def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> tuple[Any, Played]:
+    """Play all episodes of a phase, side by side; where the world then stands, and how it went."""
     world = setup.world
     state = world.exam(phase, key)
     nothing: Any = None  # no memory: nobody writes one outside of training
@@ -231,12 +227,10 @@ def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phas
         totals = (alive & ~outcome.ended, success | outcome.success, steps + alive, reward + outcome.reward)
         return (_packed(lead, peers, seen), totals), None
 
-    zero = jnp.zeros(optimal.shape)
-    start = (run, (zero == 0, zero > 0, jnp.zeros_like(optimal), zero))
-    (_, (_, success, steps, reward)), _ = jax.lax.scan(body, start, None, length=world.limit)
-    best = jnp.sum(jnp.where(success, optimal, 0))
-    detour = jnp.abs(jnp.sum(jnp.where(success, steps, 0)) - best) / best
-    return Score(jnp.mean(success), detour, jnp.mean(reward))
+    counted, zero = optimal > 0, jnp.zeros(optimal.shape)
+    start = (run, (counted, zero > 0, jnp.zeros_like(optimal), zero))
+    (run, (_, success, steps, reward)), _ = jax.lax.scan(body, start, None, length=world.limit)
+    return run.stage, Played(optimal, steps, reward, success)
 
 
 def train(
@@ -273,14 +267,14 @@ def train(
     if way.policy != "random":
         warmup = 2 + math.ceil(training.warmup / training.parallel)
         run, _ = _advance(setup, way, run, warmup, 0)
-        length = training.joint_steps(world.limit)
+        length = training.joint_steps(world)
         for epoch in range(1, training.epochs + 1):
             run, reward = _advance(setup, way, run, length, training.updates)
             active = idle < training.patience
             steps += active * length * training.parallel
             row, better = {"reward": np.asarray(reward)}, np.zeros(len(seeds), bool)
             for phase, known in best.items():
-                success = np.asarray(judge(run.minds, epoch, phase).success)
+                success = np.asarray(judge(run.minds, epoch, phase)[0])
                 higher = (success > known) & active
                 kept[phase] = _chosen(higher, run.minds, kept.get(phase, run.minds))
                 known[higher] = success[higher]
@@ -302,8 +296,8 @@ def train(
             seed,
             int(steps[i]),
             [{name: float(values[i]) for name, values in row.items()} for row in curve],
-            Score(*(float(x[i]) for x in quiet[0])),
-            Score(*(float(x[i]) for x in noised[0])),
+            type(quiet[0])(*(float(x[i]) for x in quiet[0])),
+            type(noised[0])(*(float(x[i]) for x in noised[0])),
             _row(quiet[1], i),
             _row(noised[1], i),
         )
@@ -331,12 +325,11 @@ def _advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -
 
 
 @functools.partial(jax.jit, static_argnums=(1, 5))
-def _judge(setup: Setup, method: Method, seeds: jax.Array, minds: Minds, epoch: int, phase: Phase) -> Score:
-    def one(seed: jax.Array, minds: Minds) -> Score:
+def _judge(setup: Setup, method: Method, seeds: jax.Array, minds: Minds, epoch: int, phase: Phase) -> Any:
+    def one(seed: jax.Array, minds: Minds) -> Any:
         return exam(setup, method, minds, jax.random.fold_in(_key(seed, 99), epoch), phase)
 
-    score: Score = _each(one, seeds, minds)
-    return score
+    return _each(one, seeds, minds)
 
 
 @jax.jit
@@ -359,7 +352,7 @@ def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, t
     lead = Lead(learning, network, run.lead, stage, _views(method, world), method.policy)
 
     def peer(place: int, state: PassiveState) -> Passive:
-        return Passive(learning, network, state, lambda _: stage.view((place,)), place, stage.phase)
+        return Passive(learning, network, state, stage, place, lambda _: stage.view((place,)))
 
     return lead, tuple(map(peer, _places(method, world), run.peers))
 
@@ -376,8 +369,14 @@ def _places(method: Method, world: World) -> tuple[int, ...]:
     return tuple(range(1, len(world.shapes))) if method.federated else ()
 
 
-def _dtype(world: World) -> Any:
-    return jax.eval_shape(lambda: world.look(world.fresh(jax.random.key(0), 1)))[0].dtype
+def _kept(world: World) -> Views:
+    """Of one episode: the form of what each party remembers."""
+
+    def one() -> Views:
+        return tuple(view[0] for view in world.look(world.fresh(jax.random.key(0), 1)))
+
+    form: Views = jax.eval_shape(one)
+    return form
 
 
 def _key(seed: jax.Array | int, use: int) -> jax.Array:
