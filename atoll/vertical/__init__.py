@@ -8,13 +8,15 @@ from .parties import Lead, Learning, Passive
 from .protocol import Noise, Peer, Phase, Recorded
 from .text2action import TextScore, TextWorld
 from .textnetwork import TextNetwork
-from .training import METHODS, Result, Setup, Training, train
-from .world import Outcome, Score, Stage, World
+from .training import METHODS, Setup, Training
+from .trials import Experiment, Result, Trials
+from .world import Outcome, Score, Stage, World, WorldSettings
 
 __all__ = [
     "METHODS",
     "Account",
     "DenseNetwork",
+    "Experiment",
     "GridNetwork",
     "GridWorld",
     "Head",
@@ -36,10 +38,11 @@ __all__ = [
     "TextScore",
     "TextWorld",
     "Training",
+    "Trials",
     "World",
+    "WorldSettings",
     "account",
     "host_lead",
     "host_passive",
-    "train",
     "vectors_sent",
 ]

@@ -66,6 +66,11 @@ class TextWorld(WorldSettings):
         require(0 <= self.share <= 1, f"share is {self.share}; a share lies in 0..1")
         require(self.most >= 5, f"most is {self.most}; five-grams need at least 5 words")
 
+    def describe(self) -> str:
+        """The texts, and how the model is chosen."""
+        chosen = "on the fold after it" if self.selection == "validation" else "on itself, as published"
+        return f"texts of {self.data}, fold {self.fold} scored, model chosen {chosen}"
+
     def build(self) -> "TextActions":
         """The world, with its texts on the device."""
         return _build(self)

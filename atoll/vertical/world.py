@@ -79,20 +79,12 @@ class World(Protocol):
         ...
 
     def optimal(self, state: Any) -> jax.Array:
-        """Steps [E] that the best player needs from the start."""
+        """Steps [E] that the best player needs from the start; 0 for an episode of an exam that does not count."""
         ...
 
     def score(self, state: Any, played: Played) -> Any:
         """Of an exam: a named tuple of numbers, of which the first chooses the model in validation."""
         ...
-
-
-class WorldSettings:
-    """Base of worlds as written in a recipe, before their data is loaded."""
-
-    def build(self) -> World:
-        """The world. Those that differ in numbers only, not in shapes, can be played by one program."""
-        raise NotImplementedError
 
 
 class Score(NamedTuple):
@@ -110,6 +102,18 @@ def journeys(played: Played) -> Score:
     detour = jnp.abs(jnp.sum(jnp.where(played.success, played.steps, 0)) - best) / best
     number = jnp.sum(counted)
     return Score(jnp.sum(played.success & counted) / number, detour, jnp.sum(played.reward) / number)
+
+
+class WorldSettings:
+    """Base of worlds as written in a recipe, before their data is loaded."""
+
+    def describe(self) -> str:
+        """The world in a few words."""
+        return str(self)
+
+    def build(self) -> World:
+        """The world. Those that differ in numbers only, not in shapes, can be played by one program."""
+        raise NotImplementedError
 
 
 class Stage:
