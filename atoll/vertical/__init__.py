@@ -6,13 +6,17 @@ from .hosted import HostedLead, HostedPassive, host_lead, host_passive
 from .networks import DenseNetwork, GridNetwork, Head
 from .parties import Lead, Learning, Passive
 from .protocol import Noise, Peer, Phase, Recorded
-from .training import METHODS, Result, Score, Setup, Training, train
-from .world import Outcome, Stage, World
+from .text2action import TextScore, TextWorld
+from .textnetwork import TextNetwork
+from .training import METHODS, Setup, Training
+from .trials import Experiment, Result, Trials
+from .world import Outcome, Score, Stage, World, WorldSettings
 
 __all__ = [
     "METHODS",
     "Account",
     "DenseNetwork",
+    "Experiment",
     "GridNetwork",
     "GridWorld",
     "Head",
@@ -30,11 +34,15 @@ __all__ = [
     "Score",
     "Setup",
     "Stage",
+    "TextNetwork",
+    "TextScore",
+    "TextWorld",
     "Training",
+    "Trials",
     "World",
+    "WorldSettings",
     "account",
     "host_lead",
     "host_passive",
-    "train",
     "vectors_sent",
 ]

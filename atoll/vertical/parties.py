@@ -67,7 +67,7 @@ class Learning:
 class Memory(NamedTuple):
     """A ring of what a party saw and what was done: K blocks of E episodes; record k * E + e."""
 
-    views: Views  # [K, E, *shape] each
+    views: Views  # [K, E, ...] each
     action: jax.Array  # [K, E]
     block: jax.Array  # blocks acted in so far; what is seen now lies in the one after them
 
@@ -87,7 +87,7 @@ class Memory(NamedTuple):
         return self._replace(action=self.action.at[place].set(action), block=self.block + 1)
 
     def now(self) -> Views:
-        """What was seen last, [E, *shape]."""
+        """What was seen last, [E, ...]."""
         return tuple(view[self.block % len(self.action)] for view in self.views)
 
     def seen(self, index: jax.Array) -> Views:
@@ -104,14 +104,14 @@ class Memory(NamedTuple):
         return (index + self.action.shape[1]) % self.size
 
 
-def new_memory(capacity: int, shapes: tuple[tuple[int, ...], ...], episodes: int, dtypes: tuple[Any, ...]) -> Memory:
-    """An empty one."""
+def new_memory(capacity: int, kept: tuple[Any, ...], episodes: int) -> Memory:
+    """An empty one for views of the form of `kept`."""
     blocks = capacity // episodes
     require(
         blocks >= 4,
         f"replay is {capacity}; for {episodes} parallel episodes it must be at least {4 * episodes}",
     )
-    views = tuple(jnp.zeros((blocks, episodes, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    views = tuple(jnp.zeros((blocks, episodes, *view.shape), view.dtype) for view in kept)
     return Memory(views, jnp.zeros((blocks, episodes), jnp.int32), jnp.zeros((), jnp.int32))
 
 
@@ -186,9 +186,9 @@ class Passive:
         learning: Learning,
         network: Network,
         state: PassiveState,
-        see: Callable[[Joint | None], Views],
+        stage: Stage,
         place: int,
-        phase: Phase = Phase.TRAIN,
+        see: Callable[[Joint | None], Views],
     ) -> None:
         """A party that stands at `place` (1, 2, ...) in the head's input.
 
@@ -197,18 +197,18 @@ class Passive:
         self.learning = learning
         self.network = network
         self.state = state
-        self._see = see
+        self.stage = stage
         self._place = place
-        self._phase = phase
+        self._see = see
 
     def begin(self, phase: Phase) -> Noised:
-        """Take up the episodes of `phase`; the values of what is seen."""
-        self._phase = phase
+        """Look at the episodes of `phase`, which the stage must have been set to; the values of what is seen."""
+        self.stage.require(phase)
         return self.look()
 
     def act(self, action: Joint) -> Noised:
         """Do one's part of the joint action; the values of what is seen then."""
-        if self._phase.trains:
+        if self.stage.phase.trains:
             self.state = self.state._replace(memory=self.state.memory.act(action.array))
         return self.look(action)
 
@@ -219,8 +219,8 @@ class Passive:
         self.state = state._replace(key=key, asked=asked)
         memory, index = state.memory, records.array
         return Values(
-            self._release(self.network.apply(state.net, memory.seen(index)), asked),
-            self._release(self.network.apply(state.slow, memory.seen(memory.after(index))), following),
+            self._release(self._apply(state.net, memory.seen(index)), asked),
+            self._release(self._apply(state.slow, memory.seen(memory.after(index))), following),
         )
 
     def learn(self, lesson: Lesson) -> Head:
@@ -233,7 +233,7 @@ class Passive:
         views, done = state.memory.seen(index), state.memory.done(index)
 
         def loss(params: tuple[Params, Head]) -> jax.Array:
-            own = self._release(self.network.apply(params[0], views), state.asked)
+            own = self._release(self._apply(params[0], views), state.asked)
             parties = (*lesson.others[: self._place], own, *lesson.others[self._place :])
             return td_loss(params[1], parties, done, lesson.target)
 
@@ -247,7 +247,7 @@ class Passive:
         views = state.memory.seen(correction.records.array)
 
         def sent(net: Params) -> jax.Array:
-            return self._release(self.network.apply(net, views), state.asked).array
+            return self._release(self._apply(net, views), state.asked).array
 
         (gradient,) = jax.vjp(sent, state.net)[1](correction.slope.array)
         self._descend((gradient, None), (state.net, None))
@@ -266,12 +266,15 @@ class Passive:
         views = self._see(action)
         state = self.state
         key, draw = jax.random.split(state.key)
-        memory = state.memory.see(views) if self._phase.trains else state.memory
+        memory = state.memory.see(views) if self.stage.phase.trains else state.memory
         self.state = state._replace(key=key, memory=memory)
-        return self._release(self.network.apply(state.net, views), draw)
+        return self._release(self._apply(state.net, views), draw)
+
+    def _apply(self, net: Params, views: Views) -> jax.Array:
+        return self.network.apply(net, self.stage.world.read((self._place,), views))
 
     def _release(self, values: jax.Array, key: jax.Array) -> Noised:
-        return protocol.release(values, key, self.learning.noise, self._phase)
+        return protocol.release(values, key, self.learning.noise, self.stage.phase)
 
 
 def new_passive(
@@ -281,15 +284,15 @@ def new_passive(
     shape: tuple[int, ...],
     actions: int,
     parties: int,
+    kept: Any,
     episodes: int = 1,
-    dtype: Any = jnp.int8,
 ) -> PassiveState:
-    """A passive party that knows nothing, in a federation of `parties`."""
+    """A passive party that knows nothing, in a federation of `parties`; `kept` has the form of what it remembers."""
     key, asked, start = jax.random.split(key, 3)
     net = network.init(start, (shape,), actions)
     head = new_head(start, parties, actions) if learning.exchange == "head" else None  # only for the moments' shapes
     moments = learning.optimizer.init((net, head))
-    memory = new_memory(learning.replay, (shape,), episodes, (dtype,))
+    memory = new_memory(learning.replay, (kept,), episodes)
     return PassiveState(net, jax.tree.map(jnp.copy, net), moments, memory, key, asked, jnp.zeros((), jnp.int32))
 
 
@@ -304,6 +307,7 @@ class ActiveState(NamedTuple):
     rewards: Rewards
     key: jax.Array
     updates: jax.Array
+    loss: jax.Array  # of the last update
 
 
 class Lead:
@@ -344,7 +348,7 @@ class Lead:
 
     def begin(self, phase: Phase) -> None:
         """Look at the episodes of `phase`, which the stage must have been set to."""
-        require(self.stage.phase is phase, f"the stage is set for {self.stage.phase.value}, not for {phase.value}")
+        self.stage.require(phase)
         self.look()
 
     def choose(self, seen: tuple[Noised, ...]) -> Joint:
@@ -354,7 +358,7 @@ class Lead:
         self.state = state._replace(key=key)
         if self._policy == "imitate" and trains:
             return protocol.joint(world.expert(self.stage.state))
-        own = self._release(self.network.apply(state.net, self.stage.view(self._views)), draw)
+        own = self._release(self._apply(state.net, self.stage.view(self._views)), draw)
         best = jnp.argmax(federated(state.head, (own, *seen)), -1)
         if not trains and self._policy != "random":
             return protocol.joint(best)
@@ -385,7 +389,7 @@ class Lead:
         key, draw = jax.random.split(state.key)
         self.state = state._replace(key=key)
         net, head = state.slow
-        own = self._release(self.network.apply(net, state.memory.seen(state.memory.after(index))), draw)
+        own = self._release(self._apply(net, state.memory.seen(state.memory.after(index))), draw)
         reward, ended = (column.reshape(-1)[index] for column in (state.rewards.reward, state.rewards.ended))
         return protocol.target(reward, ended, federated(head, (own, *following)), self.learning.gamma)
 
@@ -411,9 +415,10 @@ class Lead:
             return td_loss(params[1], (own, *now), done, target)
 
         params = (state.net, state.head)
-        step, moments = self.learning.optimizer.update(jax.grad(loss)(params), state.moments)
+        error, slope = jax.value_and_grad(loss)(params)
+        step, moments = self.learning.optimizer.update(slope, state.moments)
         net, head = optax.apply_updates(params, step)
-        self.state = state._replace(net=net, head=head, moments=moments, key=key)
+        self.state = state._replace(net=net, head=head, moments=moments, key=key, loss=error)
 
     def share(self, records: Records) -> Noised:
         """One's own values, after one's update, for the others."""
@@ -440,7 +445,10 @@ class Lead:
         return learning.explore_first + progress * (learning.explore_last - learning.explore_first)
 
     def _values(self, net: Params, records: Records, key: jax.Array) -> Noised:
-        return self._release(self.network.apply(net, self.state.memory.seen(records.array)), key)
+        return self._release(self._apply(net, self.state.memory.seen(records.array)), key)
+
+    def _apply(self, net: Params, views: Views) -> jax.Array:
+        return self.network.apply(net, self.stage.world.read(self._views, views))
 
     def _release(self, values: jax.Array, key: jax.Array) -> Noised:
         return protocol.release(values, key, self.learning.noise, self.stage.phase)
@@ -453,14 +461,17 @@ def new_lead(
     shapes: tuple[tuple[int, ...], ...],
     actions: int,
     parties: int,
+    kept: tuple[Any, ...],
     episodes: int = 1,
-    dtype: Any = jnp.int8,
 ) -> ActiveState:
-    """An active party that knows nothing, in a federation of `parties`; alone it has no head."""
+    """An active party that knows nothing, in a federation of `parties`; alone it has no head.
+
+    `kept` has the form of what it remembers, of each view.
+    """
     key, start, top = jax.random.split(key, 3)
     net = network.init(start, shapes, actions)
     head = new_head(top, parties, actions) if parties > 1 else None
-    memory = new_memory(learning.replay, shapes, episodes, (dtype,) * len(shapes))
+    memory = new_memory(learning.replay, kept, episodes)
     return ActiveState(
         net,
         head,
@@ -470,6 +481,7 @@ def new_lead(
         new_rewards(memory),
         key,
         jnp.zeros((), jnp.int32),
+        jnp.zeros(()),
     )
 
 

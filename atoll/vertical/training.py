@@ -1,4 +1,4 @@
-"""Training in one process: world, replay, protocol and updates as one compiled program, for many runs at once.
+"""Training in one process: world, replay, protocol and updates as one compiled program.
 
 The program traces `protocol.step` with the parties of `parties.py` as each other's peers, so that it computes what the
 same parties compute when they talk over a network.
@@ -12,15 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..errors import require, unknown
+from ..errors import require
 from ..settings import settings
 from . import protocol
-from .networks import GridNetwork, Head, Network, Params
+from .networks import Head, Params, Views
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
 from .protocol import Noised, Phase
-from .world import Stage, World
+from .world import Played, Stage, World
 
 
 class Method(NamedTuple):
@@ -31,6 +30,7 @@ class Method(NamedTuple):
     policy: Literal["learn", "imitate", "random"] = "learn"
 
 
+MethodName = Literal["frl", "dqn-alpha", "dqn-beta", "dqn-full", "cnn-alpha", "cnn-full", "random"]
 METHODS: dict[str, Method] = {
     "frl": Method("first", federated=True),
     "dqn-alpha": Method("first"),
@@ -55,7 +55,7 @@ class Training:
     patience: int = 10
     """stop after so many epochs in which validation got no better"""
     epoch: int = 0
-    """environment steps of an epoch; 0: a quarter of the longest duration of 100 episodes"""
+    """environment steps of an epoch; 0: as the world has it"""
     parallel: int = 1
     """episodes played side by side"""
     updates: int = 1
@@ -68,9 +68,9 @@ class Training:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         require(self.epoch >= 0, f"epoch is {self.epoch}; it must be 0 or more environment steps")
 
-    def joint_steps(self, limit: int) -> int:
-        """Steps of all episodes together in an epoch of a world whose episodes have at most `limit` steps."""
-        return math.ceil((self.epoch or 25 * limit) / self.parallel)
+    def joint_steps(self, world: World) -> int:
+        """Steps of all episodes together in an epoch."""
+        return math.ceil((self.epoch or world.epoch) / self.parallel)
 
 
 class Minds(NamedTuple):
@@ -95,33 +95,12 @@ class Run(NamedTuple):
         return Minds(self.lead.net, self.lead.head, tuple(peer.net for peer in self.peers))
 
 
-class Score(NamedTuple):
-    """Of all episodes of a phase."""
-
-    success: Any  # share of episodes that ended well
-    detour: Any  # trajectory difference: |steps - optimal steps| / optimal steps, summed over successful episodes
-    reward: Any  # mean sum of an episode
-
-
 class Setup(NamedTuple):
     """What a run is made of; settings are pytrees, so that a program takes it as argument."""
 
     world: Any
     learning: Learning
     network: Any
-
-
-class Result(NamedTuple):
-    """Of one run."""
-
-    method: str
-    seed: int
-    steps: int  # of the environment
-    curve: list[dict[str, float]]  # one row an epoch
-    quiet: Score  # test without noise; FRL-1
-    noised: Score  # test with noise on all vectors; FRL-2
-    minds: Minds  # best in validation without noise
-    minds_noised: Minds  # and with
 
 
 def prepared(method: Method, learning: Learning) -> Learning:
@@ -143,45 +122,51 @@ def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) ->
 
 def new_stage(world: World, seed: jax.Array | int, episodes: int) -> Stage:
     """The training episodes of a seed; whoever knows it can follow them."""
-    return Stage(world, world.fresh(_key(seed, 0), episodes))
+    return Stage(world, world.fresh(draw_key(seed, 0), episodes))
 
 
 def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> ActiveState:
     """The leading party of a seed."""
     world, views = setup.world, _views(method, setup.world)
     parties = 1 + len(_places(method, world))
-    shapes = tuple(world.shapes[view] for view in views)
-    dtype = _dtype(world)
-    return new_lead(_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, episodes, dtype)
+    shapes, kept = tuple(world.shapes[i] for i in views), tuple(_kept(world)[i] for i in views)
+    return new_lead(draw_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, kept, episodes)
 
 
 def new_peer(setup: Setup, seed: jax.Array | int, place: int, episodes: int) -> PassiveState:
     """The passive party of a seed that sees the view number `place`."""
     world = setup.world
     return new_passive(
-        _key(seed, 1 + place),
+        draw_key(seed, 1 + place),
         setup.learning,
         setup.network,
         world.shapes[place],
         world.actions,
         len(world.shapes),
+        _kept(world)[place],
         episodes,
-        _dtype(world),
     )
 
 
-def advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -> tuple[Run, jax.Array]:
-    """Play `steps` joint steps, each followed by so many updates; also the mean reward of a step."""
+class Gains(NamedTuple):
+    """Means over steps of training."""
 
-    def body(run: Run, _: None) -> tuple[Run, jax.Array]:
+    reward: jax.Array
+    loss: jax.Array  # of an update
+
+
+def advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -> tuple[Run, Gains]:
+    """Play `steps` joint steps, each followed by so many updates; also how it went."""
+
+    def body(run: Run, _: None) -> tuple[Run, Gains]:
         stage = Stage(setup.world, run.stage)
         lead, peers = _cast(setup, method, run, stage)
         seen = protocol.step(lead, peers, run.seen, updates, functools.partial(_repeat, lead, peers))
         assert lead.outcome is not None
-        return _packed(lead, peers, seen), jnp.mean(lead.outcome.reward)
+        return _packed(lead, peers, seen), Gains(jnp.mean(lead.outcome.reward), lead.state.loss)
 
-    run, rewards = jax.lax.scan(body, run, None, length=steps)
-    return run, jnp.mean(rewards)
+    run, gains = jax.lax.scan(body, run, None, length=steps)
+    return run, jax.tree.map(jnp.mean, gains)
 
 
 def _repeat(lead: Lead, peers: tuple[Passive, ...], times: int, lesson: Callable[[], None]) -> None:
@@ -207,12 +192,17 @@ def _repeat(lead: Lead, peers: tuple[Passive, ...], times: int, lesson: Callable
     put(jax.lax.fori_loop(0, times, body, states()))
 
 
-def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Score:
-    """Play all episodes of a phase, side by side."""
+def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Any:
+    """The world's score of all episodes of a phase."""
+    return setup.world.score(*play(setup, method, minds, key, phase))
+
+
+def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> tuple[Any, Played]:
+    """Play all episodes of a phase, side by side; where the world then stands, and how it went."""
     world = setup.world
     state = world.exam(phase, key)
     nothing: Any = None  # no memory: nobody writes one outside of training
-    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), nothing, nothing, nothing, key, nothing)
+    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), *(nothing,) * 3, key, nothing, nothing)
     peers = tuple(
         PassiveState(net, nothing, nothing, nothing, jax.random.fold_in(key, i + 1), nothing, nothing)
         for i, net in enumerate(minds.peers)
@@ -231,126 +221,10 @@ def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phas
         totals = (alive & ~outcome.ended, success | outcome.success, steps + alive, reward + outcome.reward)
         return (_packed(lead, peers, seen), totals), None
 
-    zero = jnp.zeros(optimal.shape)
-    start = (run, (zero == 0, zero > 0, jnp.zeros_like(optimal), zero))
-    (_, (_, success, steps, reward)), _ = jax.lax.scan(body, start, None, length=world.limit)
-    best = jnp.sum(jnp.where(success, optimal, 0))
-    detour = jnp.abs(jnp.sum(jnp.where(success, steps, 0)) - best) / best
-    return Score(jnp.mean(success), detour, jnp.mean(reward))
-
-
-def train(
-    world: World,
-    method: str = "frl",
-    learning: Learning | None = None,
-    training: Training | None = None,
-    network: Network | None = None,
-    seeds: tuple[int, ...] = (0,),
-    notify: Callable[[int, dict[str, Any]], None] | None = None,
-) -> list[Result]:
-    """Train a run for every seed, all in one program, and test each with what was best in validation.
-
-    What is best without noise and what is best with it are kept apart. `notify` gets, after every epoch, its number
-    and a row of figures [runs].
-    """
-    if method not in METHODS:
-        raise unknown("method", method, METHODS)
-    way, training = METHODS[method], training or Training()
-    learning = prepared(way, learning or Learning())
-    require(len(seeds) >= 1, "seeds is empty; give at least one")
-    require(
-        len(world.shapes) >= 2 or (way.sees == "first" and not way.federated),
-        f"the world has {len(world.shapes)} view; {method} needs 2",
-    )
-    setup = Setup(world, learning, network or GridNetwork())
-    runs = jnp.asarray(seeds)
-    judge = functools.partial(_judge, setup, way, runs)
-    kept: dict[Phase, Minds] = {}
-    best = {phase: np.full(len(seeds), -1.0) for phase in (Phase.VALIDATE, Phase.VALIDATE_NOISED)}
-    curve: list[dict[str, np.ndarray]] = []
-    idle, steps = np.zeros(len(seeds), int), np.zeros(len(seeds), int)
-    run = _begin(setup, way, runs, training.parallel)
-    if way.policy != "random":
-        warmup = 2 + math.ceil(training.warmup / training.parallel)
-        run, _ = _advance(setup, way, run, warmup, 0)
-        length = training.joint_steps(world.limit)
-        for epoch in range(1, training.epochs + 1):
-            run, reward = _advance(setup, way, run, length, training.updates)
-            active = idle < training.patience
-            steps += active * length * training.parallel
-            row, better = {"reward": np.asarray(reward)}, np.zeros(len(seeds), bool)
-            for phase, known in best.items():
-                success = np.asarray(judge(run.minds, epoch, phase).success)
-                higher = (success > known) & active
-                kept[phase] = _chosen(higher, run.minds, kept.get(phase, run.minds))
-                known[higher] = success[higher]
-                better |= higher
-                row[phase.value] = success
-            idle = np.where(better, 0, idle + 1)
-            curve.append(row)
-            if notify is not None:
-                notify(epoch, row)
-            if np.all(idle >= training.patience):
-                break
-    quiet, noised = (
-        (judge(kept.get(choice, run.minds), 0, phase), kept.get(choice, run.minds))
-        for choice, phase in ((Phase.VALIDATE, Phase.TEST), (Phase.VALIDATE_NOISED, Phase.TEST_NOISED))
-    )
-    return [
-        Result(
-            method,
-            seed,
-            int(steps[i]),
-            [{name: float(values[i]) for name, values in row.items()} for row in curve],
-            Score(*(float(x[i]) for x in quiet[0])),
-            Score(*(float(x[i]) for x in noised[0])),
-            _row(quiet[1], i),
-            _row(noised[1], i),
-        )
-        for i, seed in enumerate(seeds)
-    ]
-
-
-def _each(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function` for every run: in turn on a CPU, side by side elsewhere."""
-    if jax.default_backend() == "cpu":
-        return jax.lax.map(lambda one: function(*one), arguments)
-    return jax.vmap(function)(*arguments)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3))
-def _begin(setup: Setup, method: Method, seeds: jax.Array, episodes: int) -> Run:
-    run: Run = _each(lambda seed: begin(setup, method, seed, episodes), seeds)
-    return run
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3, 4), donate_argnums=(2,))
-def _advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -> tuple[Run, jax.Array]:
-    result: tuple[Run, jax.Array] = _each(lambda one: advance(setup, method, one, steps, updates), run)
-    return result
-
-
-@functools.partial(jax.jit, static_argnums=(1, 5))
-def _judge(setup: Setup, method: Method, seeds: jax.Array, minds: Minds, epoch: int, phase: Phase) -> Score:
-    def one(seed: jax.Array, minds: Minds) -> Score:
-        return exam(setup, method, minds, jax.random.fold_in(_key(seed, 99), epoch), phase)
-
-    score: Score = _each(one, seeds, minds)
-    return score
-
-
-@jax.jit
-def _chosen(which: jax.Array, new: Minds, old: Minds) -> Minds:
-    def pick(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    chosen: Minds = jax.tree.map(pick, new, old)
-    return chosen
-
-
-def _row(minds: Minds, i: int) -> Minds:
-    row: Minds = jax.tree.map(lambda x: x[i], minds)
-    return row
+    counted, zero = optimal > 0, jnp.zeros(optimal.shape)
+    start = (run, (counted, zero > 0, jnp.zeros_like(optimal), zero))
+    (run, (_, success, steps, reward)), _ = jax.lax.scan(body, start, None, length=world.limit)
+    return run.stage, Played(optimal, steps, reward, success)
 
 
 def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, tuple[Passive, ...]]:
@@ -359,7 +233,7 @@ def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, t
     lead = Lead(learning, network, run.lead, stage, _views(method, world), method.policy)
 
     def peer(place: int, state: PassiveState) -> Passive:
-        return Passive(learning, network, state, lambda _: stage.view((place,)), place, stage.phase)
+        return Passive(learning, network, state, stage, place, lambda _: stage.view((place,)))
 
     return lead, tuple(map(peer, _places(method, world), run.peers))
 
@@ -376,9 +250,16 @@ def _places(method: Method, world: World) -> tuple[int, ...]:
     return tuple(range(1, len(world.shapes))) if method.federated else ()
 
 
-def _dtype(world: World) -> Any:
-    return jax.eval_shape(lambda: world.look(world.fresh(jax.random.key(0), 1)))[0].dtype
+def _kept(world: World) -> Views:
+    """Of one episode: the form of what each party remembers."""
+
+    def one() -> Views:
+        return tuple(view[0] for view in world.look(world.fresh(jax.random.key(0), 1)))
+
+    form: Views = jax.eval_shape(one)
+    return form
 
 
-def _key(seed: jax.Array | int, use: int) -> jax.Array:
+def draw_key(seed: jax.Array | int, use: int) -> jax.Array:
+    """The random key of a seed for one use."""
     return jax.random.fold_in(jax.random.key(seed), use)
