@@ -22,7 +22,7 @@ from atoll.vertical.parties import Learning, Rewards, new_memory, new_rewards
 from atoll.vertical.protocol import Noise, Phase
 from atoll.vertical.training import METHODS, Setup, Training
 from atoll.vertical.trials import Experiment, Result, Trials
-from atoll.vertical.world import Outcome, Stage, WorldSettings
+from atoll.vertical.world import Outcome, Played, Score, Stage, WorldSettings, journeys
 
 advance = jax.jit(training.advance, static_argnums=(1, 3, 4))
 begin = jax.jit(training.begin, static_argnums=(1, 3))
@@ -46,6 +46,7 @@ class Signals(WorldSettings):
     exams: int = 200
 
     limit = 2
+    epoch = 50
 
     def build(self) -> "Signals":
         return self
@@ -93,6 +94,12 @@ class Signals(WorldSettings):
 
     def optimal(self, state: Round) -> jax.Array:
         return jnp.ones_like(state.time)
+
+    def read(self, places: tuple[int, ...], views: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return views
+
+    def score(self, state: Round, played: Played) -> Score:
+        return journeys(played)
 
     def _answer(self, state: Round) -> jax.Array:
         return jnp.sum(state.bits * 2 ** jnp.arange(self.parties), -1)
@@ -395,7 +402,7 @@ def test_updates_are_the_papers_equations(exchange: str) -> None:
 
 
 def test_only_records_with_a_known_next_one_are_replayed() -> None:
-    memory = new_memory(16, ((1,),), 2, (jnp.float32,))  # 8 blocks of 2
+    memory = new_memory(16, (jnp.zeros(1),), 2)  # 8 blocks of 2
     rewards: Rewards = new_rewards(memory)
     rng = np.random.default_rng(0)
     happened = rng.choice([-1.0, 2.0], (40, 2))

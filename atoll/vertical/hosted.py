@@ -47,7 +47,7 @@ def _answer(setup: Setup, place: int, phase: Phase, name: str, held: Any, messag
 
     party: Any
     if place:
-        party = Passive(setup.learning, setup.network, state, see, place, phase)
+        party = Passive(setup.learning, setup.network, state, stage, place, see)
     else:
         party = Lead(setup.learning, setup.network, state, stage)
     answer = getattr(party, name)(*message)
