@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from atoll.engines.local import LocalEngine
 from atoll.errors import AtollError
 from atoll.runs import newest_checkpoint
 from atoll.vertical import Experiment, GridNetwork, GridWorld, Learning, Noise, Training, Trials
@@ -81,3 +82,23 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_nothing_had_happened(tmp_path:
     assert ours.files == theirs.files
     for name in ours.files:
         np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+def test_both_settings_are_one_program_and_each_gets_its_own_numbers() -> None:
+    published = dataclasses.replace(SMALL, world=dataclasses.replace(SMALL.world, setting="as-published"), seed=3)
+    many = Trials([SMALL, published], engine=LocalEngine.of(jax.local_devices()[:1], vectorised=True))
+    alone = Trials([published])
+    with jax.default_prng_impl("threefry2x32"):  # the other one depends on what is drawn beside it
+        for trials in (many, alone):
+            trials.advance()
+        together, [single] = many.results(), alone.results()
+    for record, own in zip(many.history, alone.history, strict=True):
+        assert record["validation"]["noised"][1] == own["validation"]["noised"]
+        assert record["training"]["loss"][1] == pytest.approx(own["training"]["loss"], rel=1e-3)
+    assert together[1].quiet == pytest.approx(single.quiet, rel=1e-4)
+    assert together[0].quiet != together[1].quiet
+    different = dataclasses.replace(SMALL, method="dqn-full")
+    with pytest.raises(AtollError, match="differ in method"):
+        Trials([SMALL, different])
+    with pytest.raises(AtollError, match="differ in more than numbers"):
+        Trials([SMALL, dataclasses.replace(SMALL, network=GridNetwork(3, 8))])
