@@ -198,6 +198,13 @@ def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phas
 
 def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> tuple[Any, Played]:
     """Play all episodes of a phase, side by side; where the world then stands, and how it went."""
+    return traced(setup, method, minds, key, phase, lambda state: None)[:2]
+
+
+def traced(
+    setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase, trace: Callable[[Any], Any]
+) -> tuple[Any, Played, Any]:
+    """As `play`; also what `trace` makes of the world's state after every step, [limit, ...]."""
     world = setup.world
     state = world.exam(phase, key)
     nothing: Any = None  # no memory: nobody writes one outside of training
@@ -211,19 +218,20 @@ def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phas
     run = _packed(*cast, protocol.begin(*cast, phase))
     optimal = world.optimal(state)
 
-    def body(carry: tuple[Run, Any], _: None) -> tuple[tuple[Run, Any], None]:
+    def body(carry: tuple[Run, Any], _: None) -> tuple[tuple[Run, Any], Any]:
         run, (alive, success, steps, reward) = carry
         lead, peers = _cast(setup, method, run, Stage(world, run.stage, phase))
         seen = protocol.step(lead, peers, run.seen)
         outcome = lead.outcome
         assert outcome is not None
         totals = (alive & ~outcome.ended, success | outcome.success, steps + alive, reward + outcome.reward)
-        return (_packed(lead, peers, seen), totals), None
+        run = _packed(lead, peers, seen)
+        return (run, totals), trace(run.stage)
 
     counted, zero = optimal > 0, jnp.zeros(optimal.shape)
     start = (run, (counted, zero > 0, jnp.zeros_like(optimal), zero))
-    (run, (_, success, steps, reward)), _ = jax.lax.scan(body, start, None, length=world.limit)
-    return run.stage, Played(optimal, steps, reward, success)
+    (run, (_, success, steps, reward)), traces = jax.lax.scan(body, start, None, length=world.limit)
+    return run.stage, Played(optimal, steps, reward, success), traces
 
 
 def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, tuple[Passive, ...]]:

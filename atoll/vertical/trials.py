@@ -32,6 +32,7 @@ from .text2action import TextWorld
 from .textnetwork import TextNetwork
 from .training import (
     METHODS,
+    Gains,
     Method,
     MethodName,
     Minds,
@@ -225,8 +226,7 @@ class Trials:
         """
         saved = time.monotonic()
         with ctrl_c() as stop:
-            if self.state is None:
-                self.state = self._begin()
+            self.begin()
             while not self.finished and not stop.is_set():
                 record = self._step()
                 self.note(record)
@@ -240,7 +240,7 @@ class Trials:
 
     def results(self) -> list[Result]:
         """Every experiment, tested with what was best in validation."""
-        state = self.state or self._begin()
+        state = self.begin()
         minds, minds_noised = state.kept
         quiet, noised = self._judge(minds, 0, Phase.TEST), self._judge(minds_noised, 0, Phase.TEST_NOISED)
         found = []
@@ -275,19 +275,28 @@ class Trials:
             run, kept, np.full((len(_VALIDATION), count), -1.0, np.float32), none, none, np.zeros((), np.int32)
         )
 
-    def _begin(self) -> Progress:
-        state = self._fresh()
-        if self.method.policy == "random":
-            return state
-        run, _ = _advance(self._engine, self.method, self._warmup, 0, self._setup, state.run)
-        return state._replace(run=run)
+    def begin(self) -> Progress:
+        """Where the experiments stand; if they have not begun, after the steps before the first update."""
+        if self.state is None:
+            self.state = self._fresh()
+            if self.method.policy != "random":
+                self.train(self._warmup, 0)
+        return self.state
+
+    def train(self, steps: int | None = None, updates: int | None = None) -> Gains:
+        """Train for so many joint steps with so many updates each (default: an epoch), without validation."""
+        state = self.begin()
+        steps = self.steps_of_epoch if steps is None else steps
+        updates = self.training.updates if updates is None else updates
+        run, gains = _advance(self._engine, self.method, steps, updates, self._setup, state.run)
+        self.state = state._replace(run=run)
+        found: Gains = gains
+        return found
 
     def _step(self) -> Record:
         """One epoch of all that have not stopped; its record."""
-        assert self.state is not None
-        state, training = self.state, self.training
-        epoch, active = self.epoch + 1, self.state.idle < training.patience
-        run, gains = _advance(self._engine, self.method, self.steps_of_epoch, training.updates, self._setup, state.run)
+        gains, state = self.train(), self.begin()
+        run, epoch, active = state.run, self.epoch + 1, state.idle < self.training.patience
         exams = [self._judge(run.minds, epoch, phase)[0] for phase in _VALIDATION.values()]
         found = np.asarray(exams, np.float32)
         higher = (found > state.best) & active
