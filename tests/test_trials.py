@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -28,13 +27,7 @@ SMALL = Experiment(
     GridNetwork(2, 8),
     Training(epochs=4, epoch=20, warmup=8),
 )
-FAST = "unsafe_rbg"  # most of the time here is compilation, and most of that is of JAX's default random numbers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_random_numbers() -> Iterator[None]:
-    with jax.default_prng_impl(FAST):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def _config(folder: Path, experiment: Experiment) -> str:
@@ -56,9 +49,9 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_nothing_had_happened(tmp_path:
     long = dataclasses.replace(SMALL, training=dataclasses.replace(SMALL.training, epochs=5000, patience=5000))
     killed = tmp_path / "killed"
     words = ("run", _config(tmp_path, long), "--name", "killed", "--runs-dir", str(tmp_path))
-    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": FAST}
+    quick = {"JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "atoll.cli", *words], stderr=subprocess.DEVNULL, env=environment, text=True
+        [sys.executable, "-m", "atoll.cli", *words], stderr=subprocess.DEVNULL, env=os.environ | quick, text=True
     )
     try:
         while not (killed / "checkpoints" / "model-00000003.npz").exists():

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..errors import AtollError
 from ..vertical.gridworld import GridWorld, Places
 from ..vertical.protocol import Phase
-from ..vertical.training import Method, Minds, Setup, draw_key, prepared, traced
+from ..vertical.training import Method, Minds, Setup, draw_key, play, prepared
 from ..vertical.trials import Trials
 from ..vertical.world import Played
 from .animation import PAPER, PAUSE
@@ -88,7 +88,7 @@ def _trace(setup: Setup, method: Method, minds: Minds, seed: int, phase: Phase) 
 
     key = jax.random.fold_in(draw_key(seed, 99), 0)  # as in the test
     first = setup.world.exam(phase, key).position
-    state, played, position = traced(setup, method, minds, key, phase, where)
+    state, played, position = play(setup, method, minds, key, phase, where)
     return state._replace(key=None, history=()), played, jax.numpy.concatenate([first[None], position])
 
 
