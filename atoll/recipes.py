@@ -176,13 +176,6 @@ class VerticalRecipe:
     experiment: Experiment
 
 
-def _grid(size: int) -> VerticalRecipe:
-    return VerticalRecipe(
-        f"FRL (Zhuo et al. 2019): two agents look for each other in a {size}x{size} grid, each sees what is around it",
-        Experiment(GridWorld(size=size)),
-    )
-
-
 def _texts(data: str, what: str) -> VerticalRecipe:
     return VerticalRecipe(
         f"FRL: two parties select the words that name actions in {what}; one knows their parts of speech, one vectors",
@@ -196,9 +189,13 @@ def _texts(data: str, what: str) -> VerticalRecipe:
 
 
 VERTICAL: dict[str, VerticalRecipe] = {
-    "frl/grid-8": _grid(8),
-    "frl/grid-16": _grid(16),
-    "frl/grid-32": _grid(32),
+    **{
+        f"frl/grid-{size}": VerticalRecipe(
+            f"FRL (Zhuo et al. 2019): two agents look for each other in a {size}x{size} grid and see what is near",
+            Experiment(GridWorld(size=size)),
+        )
+        for size in (8, 16, 32)
+    },
     "frl/whs": _texts("whs", "texts of Windows' help"),
     "frl/ct": _texts("ct", "cooking tutorials"),
     "frl/whg": _texts("whg", "texts about home and garden"),

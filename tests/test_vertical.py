@@ -308,7 +308,7 @@ def test_messages_have_no_place_for_anything_else() -> None:
         protocol.records(jnp.zeros(3))
     with pytest.raises(TypeError, match="whole number"):
         protocol.joint(jnp.zeros((3, 25), jnp.int8))
-    noised = protocol.release(jnp.ones((2, 4)), jax.random.key(0), Noise())
+    noised = protocol.release(jnp.ones((2, 4)), jnp.ones((2, 5)), Noise())
     with pytest.raises(AttributeError):
         noised._array = jnp.zeros(3)
 
@@ -316,10 +316,11 @@ def test_messages_have_no_place_for_anything_else() -> None:
 def test_vectors_are_clipped_and_noised_as_the_phase_wants() -> None:
     q = 10 * jax.random.normal(jax.random.key(1), (4000, 16))
     noise = Noise(sigma=0.5, share=0.25, clip=3.0)
-    quiet = protocol.release(q, jax.random.key(2), noise, Phase.TEST).array
+    draw = protocol.noise_for(jax.random.key(3), 4000, 16)
+    quiet = protocol.release(q, draw, noise, Phase.TEST).array
     assert np.linalg.norm(quiet, axis=-1).max() <= 3.0 + 1e-5
     for phase, share in ((Phase.TRAIN, 0.25), (Phase.TEST_NOISED, 1.0), (Phase.VALIDATE_NOISED, 1.0)):
-        difference = np.asarray(protocol.release(q, jax.random.key(3), noise, phase).array - quiet)
+        difference = np.asarray(protocol.release(q, draw, noise, phase).array - quiet)
         moved = np.any(np.abs(difference) > 1e-4, -1)
         assert moved.mean() == pytest.approx(share, abs=0.03)
         assert difference[moved].std() == pytest.approx(0.5, rel=0.03)

@@ -107,8 +107,7 @@ def prepared(method: Method, learning: Learning) -> Learning:
     """The settings with which a method learns."""
     if method.federated:
         return learning
-    quiet = dataclasses.replace(learning.noise, share=0.0)
-    return dataclasses.replace(learning, noise=quiet, slow=min(learning.slow, _SLOW_ALONE))
+    return dataclasses.replace(learning, slow=min(learning.slow, _SLOW_ALONE))
 
 
 def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> Run:
@@ -202,7 +201,7 @@ def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phas
     world = setup.world
     state = world.exam(phase, key)
     nothing: Any = None  # no memory: nobody writes one outside of training
-    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), *(nothing,) * 3, key, nothing, nothing)
+    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), *(nothing,) * 3, key, *(nothing,) * 3)
     peers = tuple(
         PassiveState(net, nothing, nothing, nothing, jax.random.fold_in(key, i + 1), nothing, nothing)
         for i, net in enumerate(minds.peers)

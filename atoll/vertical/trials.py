@@ -269,9 +269,11 @@ class Trials:
     def _fresh(self) -> Progress:
         count = len(self.experiments)
         run = _begin(self._engine, self.method, self.training.parallel, self._setup, self._seeds)
-        none = np.zeros(count, np.int64)
+        none = np.zeros(count, np.int32)
         kept = tuple(jax.tree.map(jnp.copy, run.minds) for _ in _VALIDATION)
-        return Progress(run, kept, np.full((len(_VALIDATION), count), -1.0), none, none, np.zeros((), np.int64))
+        return Progress(
+            run, kept, np.full((len(_VALIDATION), count), -1.0, np.float32), none, none, np.zeros((), np.int32)
+        )
 
     def _begin(self) -> Progress:
         state = self._fresh()
@@ -287,7 +289,7 @@ class Trials:
         epoch, active = self.epoch + 1, self.state.idle < training.patience
         run, gains = _advance(self._engine, self.method, self.steps_of_epoch, training.updates, self._setup, state.run)
         exams = [self._judge(run.minds, epoch, phase)[0] for phase in _VALIDATION.values()]
-        found = np.asarray(exams, np.float64)
+        found = np.asarray(exams, np.float32)
         higher = (found > state.best) & active
         kept = tuple(_chosen(which, run.minds, old) for which, old in zip(higher, state.kept, strict=True))
         self.state = Progress(
@@ -296,7 +298,7 @@ class Trials:
             np.where(higher, found, state.best),
             np.where(higher.any(0), 0, state.idle + 1),
             state.trained + active,
-            np.asarray(epoch),
+            np.asarray(epoch, np.int32),
         )
         return {
             "round": epoch,
@@ -384,7 +386,7 @@ def _revived(template: Any, tree: Any) -> Any:
 
     def revive(wanted: Any, leaf: np.ndarray) -> Any:
         if _is_key(wanted):
-            return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(wanted))
+            return jax.random.wrap_key_data(jnp.asarray(leaf))
         return leaf
 
     state: Progress = jax.tree.map(revive, template, tree)
