@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,6 +15,8 @@ import pytest
 
 from atoll.engines.local import LocalEngine
 from atoll.errors import AtollError
+from atoll.experiments.frl import Table1
+from atoll.recipes import VERTICAL, VerticalRecipe
 from atoll.runs import newest_checkpoint
 from atoll.vertical import Experiment, GridNetwork, GridWorld, Learning, Noise, Training, Trials
 
@@ -26,13 +27,7 @@ SMALL = Experiment(
     GridNetwork(2, 8),
     Training(epochs=4, epoch=20, warmup=8),
 )
-FAST = "unsafe_rbg"  # most of the time here is compilation, and most of that is of JAX's default random numbers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_random_numbers() -> Iterator[None]:
-    with jax.default_prng_impl(FAST):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def _config(folder: Path, experiment: Experiment) -> str:
@@ -54,9 +49,9 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_nothing_had_happened(tmp_path:
     long = dataclasses.replace(SMALL, training=dataclasses.replace(SMALL.training, epochs=5000, patience=5000))
     killed = tmp_path / "killed"
     words = ("run", _config(tmp_path, long), "--name", "killed", "--runs-dir", str(tmp_path))
-    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": FAST}
+    quick = {"JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "atoll.cli", *words], stderr=subprocess.DEVNULL, env=environment, text=True
+        [sys.executable, "-m", "atoll.cli", *words], stderr=subprocess.DEVNULL, env=os.environ | quick, text=True
     )
     try:
         while not (killed / "checkpoints" / "model-00000003.npz").exists():
@@ -102,3 +97,33 @@ def test_both_settings_are_one_program_and_each_gets_its_own_numbers() -> None:
         Trials([SMALL, different])
     with pytest.raises(AtollError, match="differ in more than numbers"):
         Trials([SMALL, dataclasses.replace(SMALL, network=GridNetwork(3, 8))])
+
+
+def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VERTICAL, "frl/grid-8", VerticalRecipe("", SMALL))
+    item = Table1(methods=("random", "dqn-alpha"), epochs=2, seeds=2, together=3, out=tmp_path)
+    said: list[str] = []
+    assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
+    assert said[-1].startswith("8/8")
+    cells = sorted((item.folder / "cells").glob("*.json"))
+    assert len(cells) == 8
+    one = item.folder / "cells" / "8x8-as-published-dqn-alpha-seed1.json"
+    before = json.loads(one.read_text())
+    assert before["epochs"] == 2
+    assert len(before["curve"]) == 2
+    one.unlink()
+    said.clear()
+    assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
+    assert said[-1].startswith("8/8")
+    after = json.loads(one.read_text())
+    assert {**before, "seconds": 0} == {**after, "seconds": 0}  # alone as beside two others
+    text = item.table()
+    assert "| DQN-alpha |" in text
+    assert "*88.27*" in text
+    assert "FRL-1" not in text
+    assert (item.folder / "table1.png").exists()
+    longer = dataclasses.replace(item, epochs=3)
+    assert longer.reproduce(lambda *_: None)
+    assert json.loads(one.read_text())["epochs"] == 3

@@ -282,7 +282,7 @@ class Passive:
         return protocol.noise_for(key, 2, *shape)
 
     def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
-        return protocol.release(values, draw, self.learning.noise, self.stage.phase)
+        return protocol.release(values, draw, self.learning.noise, self.stage.phase, self.stage.share)
 
 
 def new_passive(
@@ -455,10 +455,9 @@ class Lead:
         return self.network.apply(net, self.stage.world.read(self._views, views))
 
     def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
-        phase = self.stage.phase
-        if self.state.head is None and phase.trains:
-            phase = Phase.VALIDATE  # nobody else hears of it: a party on its own learns without noise
-        return protocol.release(values, draw, self.learning.noise, phase)
+        alone = self.state.head is None and self.stage.phase.trains  # nobody hears of it: it learns without noise
+        share = 0.0 if alone else self.stage.share
+        return protocol.release(values, draw, self.learning.noise, self.stage.phase, share)
 
 
 def new_lead(
