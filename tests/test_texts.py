@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atoll import cli
 from atoll.errors import AtollError
 from atoll.fleet import stack_works
-from atoll.vertical import Experiment, Learning, TextNetwork, TextWorld, Training, highlight, textnetwork, texts
+from atoll.vertical import (
+    Experiment,
+    Learning,
+    TextNetwork,
+    TextWorld,
+    Training,
+    commands,
+    highlight,
+    textnetwork,
+    texts,
+)
 from atoll.vertical.protocol import Phase
 from atoll.vertical.text2action import TextActions
 from atoll.vertical.textnetwork import CHUNK, GRAMS, Reading
@@ -290,24 +299,6 @@ def test_the_network_is_plain_convolutions(most: int, by: str, monkeypatch: pyte
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-# Experiments
-
-
-def test_a_network_learns_which_words_are_verbs() -> None:
-    experiment = Experiment(
-        TextWorld(data="sample", folds=4),
-        "cnn-alpha",
-        Learning(replay=1000, rate=5e-3),
-        TextNetwork(kernels=8),
-        Training(epochs=4, patience=4),
-    )
-    result = experiment.run()
-    found = highlight.marked(experiment, result.minds)
-    assert result.quiet.f1 > 0.7  # a random policy: about 0.3
-    right, wrong = (sum(one.marks.count(mark) for one in found) for mark in ("right", "wrong"))
-    assert right / (right + wrong) == pytest.approx(result.quiet.precision, abs=1e-6)
-
-
 # Highlighted texts
 
 
@@ -327,11 +318,20 @@ def test_words_are_marked() -> None:
     assert highlight.lines(one).plain.count("\n") == 3  # its summary, two sentences
 
 
-def test_a_run_shows_its_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["run", "frl/texts", "--method", "random", "--network.kernels", "2", "--runs-dir", str(tmp_path)]
-    assert cli.main([*line, "--name", "x"]) == 0
-    page = (tmp_path / "x" / "texts.html").read_text()
-    assert page.count("<section>") == 2
+def test_a_network_learns_which_words_are_verbs_and_its_run_shows_it(tmp_path: Path) -> None:
+    experiment = Experiment(
+        TextWorld(data="sample", folds=4),
+        "cnn-alpha",
+        Learning(replay=1000, rate=5e-3),
+        TextNetwork(kernels=8),
+        Training(epochs=4, patience=4),
+    )
+    result = experiment.run()
+    assert result.quiet.f1 > 0.7  # a random policy: about 0.3
+    commands._highlight(tmp_path, experiment, result)
+    page = (tmp_path / "texts.html").read_text()
+    assert page.count("<section>") == 4
+    assert f"F1 {result.quiet.f1:.1%}" in page
     assert "fold 0 scored, model chosen on the fold after it" in page
-    out = capsys.readouterr().out
-    assert "| test | F1 | precision | recall | reward |" in out
+    right, wrong = (page.count(f'<span class="{mark}" title=') for mark in ("right", "wrong"))
+    assert right / (right + wrong) == pytest.approx(result.quiet.precision, abs=1e-6)
