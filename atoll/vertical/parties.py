@@ -40,7 +40,7 @@ class Learning:
     replay: int = 100_000
     """records remembered"""
     slow: int = 200
-    """updates after which the slow copies, which compute targets, are renewed"""
+    """updates after which the slow copies, which compute targets, are renewed; 0: never, as in the released code"""
     explore_first: float = 1.0
     """probability of a random action at the start"""
     explore_last: float = 0.1
@@ -55,7 +55,8 @@ class Learning:
         require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
         for name in ("positive", "explore_first", "explore_last"):
             require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; a share lies in 0..1")
-        for name in ("batch", "replay", "slow", "explore_steps"):
+        require(self.slow >= 0, f"slow is {self.slow}; it must be 0, for never, or more")
+        for name in ("batch", "replay", "explore_steps"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @property
@@ -505,7 +506,9 @@ def td_loss(head: Head | None, parties: tuple[Noised, ...], done: jax.Array, tar
 
 
 def renewed(updates: jax.Array, every: int, fresh: Params, slow: Params) -> Params:
-    """The slow copy, replaced at every `every`th update."""
+    """The slow copy, replaced at every `every`th update; never if that is 0."""
+    if every == 0:
+        return slow
     return jax.lax.cond(updates % every == 0, _former, _latter, fresh, slow)
 
 

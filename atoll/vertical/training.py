@@ -107,7 +107,7 @@ def prepared(method: Method, learning: Learning) -> Learning:
     """The settings with which a method learns."""
     if method.federated:
         return learning
-    return dataclasses.replace(learning, slow=min(learning.slow, _SLOW_ALONE))
+    return dataclasses.replace(learning, slow=min(learning.slow or _SLOW_ALONE, _SLOW_ALONE))
 
 
 def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> Run:

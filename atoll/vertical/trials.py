@@ -77,6 +77,10 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise unknown("method", self.method, METHODS)
+        require(
+            isinstance(self.network, TextNetwork) == isinstance(self.world, TextWorld),
+            f"network is {self.network}; texts, and nothing else, are read by TextNetwork()",
+        )
         require(0 <= self.seed < 2**32, f"seed is {self.seed}; it must lie in 0..{2**32 - 1}")
 
     def config(self) -> Record:
