@@ -181,7 +181,7 @@ def _texts(data: str, what: str) -> VerticalRecipe:
         f"FRL: two parties select the words that name actions in {what}; one knows their parts of speech, one vectors",
         Experiment(
             TextWorld(data=data),
-            learning=Learning(replay=50_000),
+            learning=Learning(replay=50_000, slow=0),
             network=TextNetwork(),
             training=Training(epochs=20, patience=5),
         ),
@@ -191,7 +191,7 @@ def _texts(data: str, what: str) -> VerticalRecipe:
 VERTICAL: dict[str, VerticalRecipe] = {
     **{
         f"frl/grid-{size}": VerticalRecipe(
-            f"FRL (Zhuo et al. 2019): two agents look for each other in a {size}x{size} grid, each sees what is around it",
+            f"FRL (Zhuo et al. 2019): two agents look for each other in a {size}x{size} grid and see what is near",
             Experiment(GridWorld(size=size)),
         )
         for size in (8, 16, 32)

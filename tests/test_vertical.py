@@ -2,7 +2,6 @@ import dataclasses
 import functools
 import os
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, NamedTuple, get_type_hints
 
 import jax
@@ -26,6 +25,7 @@ from atoll.vertical.world import Outcome, Played, Score, Stage, WorldSettings, j
 
 advance = jax.jit(training.advance, static_argnums=(1, 3, 4))
 begin = jax.jit(training.begin, static_argnums=(1, 3))
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 MOVES = [(-1, 0), (1, 0), (0, -1), (0, 1)]
 
 
@@ -234,15 +234,8 @@ def test_starts_are_apart_and_splits_are() -> None:
 # What crosses the boundary
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_random_numbers() -> Iterator[None]:
-    """Most of the time here is compilation, and most of that is of JAX's default random numbers."""
-    with jax.default_prng_impl("unsafe_rbg"):
-        yield
-
-
 @pytest.fixture(scope="module")
-def conversation() -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
+def conversation(quick_compilation: None) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
     """Three parties with their own copies of the world, recorded: 4 steps, then 16 more with two updates each."""
     setup, log = signals_setup(3), []
     lead = host_lead(setup, 7, 2)
@@ -308,7 +301,7 @@ def test_messages_have_no_place_for_anything_else() -> None:
         protocol.records(jnp.zeros(3))
     with pytest.raises(TypeError, match="whole number"):
         protocol.joint(jnp.zeros((3, 25), jnp.int8))
-    noised = protocol.release(jnp.ones((2, 4)), jax.random.key(0), Noise())
+    noised = protocol.release(jnp.ones((2, 4)), jnp.ones((2, 5)), Noise())
     with pytest.raises(AttributeError):
         noised._array = jnp.zeros(3)
 
@@ -316,10 +309,11 @@ def test_messages_have_no_place_for_anything_else() -> None:
 def test_vectors_are_clipped_and_noised_as_the_phase_wants() -> None:
     q = 10 * jax.random.normal(jax.random.key(1), (4000, 16))
     noise = Noise(sigma=0.5, share=0.25, clip=3.0)
-    quiet = protocol.release(q, jax.random.key(2), noise, Phase.TEST).array
+    draw = protocol.noise_for(jax.random.key(3), 4000, 16)
+    quiet = protocol.release(q, draw, noise, Phase.TEST).array
     assert np.linalg.norm(quiet, axis=-1).max() <= 3.0 + 1e-5
     for phase, share in ((Phase.TRAIN, 0.25), (Phase.TEST_NOISED, 1.0), (Phase.VALIDATE_NOISED, 1.0)):
-        difference = np.asarray(protocol.release(q, jax.random.key(3), noise, phase).array - quiet)
+        difference = np.asarray(protocol.release(q, draw, noise, phase).array - quiet)
         moved = np.any(np.abs(difference) > 1e-4, -1)
         assert moved.mean() == pytest.approx(share, abs=0.03)
         assert difference[moved].std() == pytest.approx(0.5, rel=0.03)
@@ -468,15 +462,18 @@ def test_imitation_learns_the_expert() -> None:
 
 
 def test_a_run_is_the_same_again_and_beside_others() -> None:
-    learning, budget = Learning(batch=8, replay=200), Training(epochs=2, epoch=60, parallel=2, updates=2)
-    (alone,), curve = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(5,))
-    (_, beside), curves = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(4, 5))
-    for x, z in zip(jax.tree.leaves(alone.minds), jax.tree.leaves(beside.minds), strict=True):
-        np.testing.assert_array_equal(x, z)
-    assert alone.quiet == beside.quiet
-    for row, rows in zip(curve, curves, strict=True):
-        assert row["validation"]["noised"] == rows["validation"]["noised"][1]
-        assert row["training"]["loss"] == rows["training"]["loss"][1] != rows["training"]["loss"][0]
+    learning, budget = Learning(batch=8, replay=200), Training(epoch=60, parallel=2, updates=2)
+    four, five = (Experiment(Signals(), "frl", learning, DenseNetwork(8), budget, seed) for seed in (4, 5))
+    alone, beside = Trials([five]), Trials([four, five])
+    for trials in (alone, beside):
+        trials.train()
+    first, (_, second) = alone.begin().run.minds, ((row(beside.begin().run.minds, i)) for i in (0, 1))
+    for x, z in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(x[0], z)
+
+
+def row(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
 def test_training_stops_when_validation_stays_the_same() -> None:

@@ -284,7 +284,8 @@ class Grid:
     def fresh(self, key: jax.Array, episodes: int) -> Places:
         """Training episodes, drawn at random."""
         key, draw = jax.random.split(key)
-        return self._start(self.pool[jax.random.randint(draw, (episodes,), 0, self.train)], key)
+        number = (jax.random.uniform(draw, (episodes,)) * self.train).astype(jnp.int32)
+        return self._start(self.pool[jnp.minimum(number, self.train - 1)], key)
 
     def exam(self, phase: Phase, key: jax.Array) -> Places:
         """One episode on every map of validation or of the test."""

@@ -40,7 +40,7 @@ class Learning:
     replay: int = 100_000
     """records remembered"""
     slow: int = 200
-    """updates after which the slow copies, which compute targets, are renewed"""
+    """updates after which the slow copies, which compute targets, are renewed; 0: never, as in the released code"""
     explore_first: float = 1.0
     """probability of a random action at the start"""
     explore_last: float = 0.1
@@ -55,7 +55,8 @@ class Learning:
         require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
         for name in ("positive", "explore_first", "explore_last"):
             require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; a share lies in 0..1")
-        for name in ("batch", "replay", "slow", "explore_steps"):
+        require(self.slow >= 0, f"slow is {self.slow}; it must be 0, for never, or more")
+        for name in ("batch", "replay", "explore_steps"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @property
@@ -174,7 +175,7 @@ class PassiveState(NamedTuple):
     moments: Any  # Adam's, of the network and of the head
     memory: Memory
     key: jax.Array
-    asked: jax.Array  # the key of the noise on the last vectors sent about records
+    asked: jax.Array  # the key of the noise on the last vectors about records
     updates: jax.Array
 
 
@@ -215,13 +216,13 @@ class Passive:
     def values(self, records: Records) -> Values:
         """The values of records, and of those that follow by the slow copy."""
         state = self.state
-        key, asked, following = jax.random.split(state.key, 3)
+        key, asked = jax.random.split(state.key)
         self.state = state._replace(key=key, asked=asked)
         memory, index = state.memory, records.array
-        return Values(
-            self._release(self._apply(state.net, memory.seen(index)), asked),
-            self._release(self._apply(state.slow, memory.seen(memory.after(index))), following),
-        )
+        now = self._apply(state.net, memory.seen(index))
+        following = self._apply(state.slow, memory.seen(memory.after(index)))
+        draws = self._draws(asked, *now.shape)
+        return Values(self._release(now, draws[0]), self._release(following, draws[1]))
 
     def learn(self, lesson: Lesson) -> Head:
         """Minimise (Y - Q_f)^2 in theta_2 and theta_3; the others' values are constants.
@@ -233,7 +234,8 @@ class Passive:
         views, done = state.memory.seen(index), state.memory.done(index)
 
         def loss(params: tuple[Params, Head]) -> jax.Array:
-            own = self._release(self._apply(params[0], views), state.asked)
+            values = self._apply(params[0], views)
+            own = self._release(values, self._draws(state.asked, *values.shape)[0])
             parties = (*lesson.others[: self._place], own, *lesson.others[self._place :])
             return td_loss(params[1], parties, done, lesson.target)
 
@@ -247,7 +249,8 @@ class Passive:
         views = state.memory.seen(correction.records.array)
 
         def sent(net: Params) -> jax.Array:
-            return self._release(self._apply(net, views), state.asked).array
+            values = self._apply(net, views)
+            return self._release(values, self._draws(state.asked, *values.shape)[0]).array
 
         (gradient,) = jax.vjp(sent, state.net)[1](correction.slope.array)
         self._descend((gradient, None), (state.net, None))
@@ -268,13 +271,18 @@ class Passive:
         key, draw = jax.random.split(state.key)
         memory = state.memory.see(views) if self.stage.phase.trains else state.memory
         self.state = state._replace(key=key, memory=memory)
-        return self._release(self._apply(state.net, views), draw)
+        values = self._apply(state.net, views)
+        return self._release(values, protocol.noise_for(draw, *values.shape))
 
     def _apply(self, net: Params, views: Views) -> jax.Array:
         return self.network.apply(net, self.stage.world.read((self._place,), views))
 
-    def _release(self, values: jax.Array, key: jax.Array) -> Noised:
-        return protocol.release(values, key, self.learning.noise, self.stage.phase)
+    def _draws(self, key: jax.Array, *shape: int) -> jax.Array:
+        """For the vectors of records [B, actions], and of those that follow."""
+        return protocol.noise_for(key, 2, *shape)
+
+    def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
+        return protocol.release(values, draw, self.learning.noise, self.stage.phase, self.stage.share)
 
 
 def new_passive(
@@ -306,6 +314,7 @@ class ActiveState(NamedTuple):
     memory: Memory
     rewards: Rewards
     key: jax.Array
+    asked: jax.Array  # the key of the noise on vectors about the last records
     updates: jax.Array
     loss: jax.Array  # of the last update
 
@@ -358,7 +367,8 @@ class Lead:
         self.state = state._replace(key=key)
         if self._policy == "imitate" and trains:
             return protocol.joint(world.expert(self.stage.state))
-        own = self._release(self._apply(state.net, self.stage.view(self._views)), draw)
+        values = self._apply(state.net, self.stage.view(self._views))
+        own = self._release(values, protocol.noise_for(draw, *values.shape))
         best = jnp.argmax(federated(state.head, (own, *seen)), -1)
         if not trains and self._policy != "random":
             return protocol.joint(best)
@@ -378,38 +388,33 @@ class Lead:
 
     def draw(self) -> Records:
         """Records to replay."""
-        key, draw = jax.random.split(self.state.key)
-        self.state = self.state._replace(key=key)
+        key, asked, draw = jax.random.split(self.state.key, 3)
+        self.state = self.state._replace(key=key, asked=asked)
         share = None if self._policy == "imitate" else self.learning.positive
         return protocol.records(self.state.rewards.draw(draw, self.learning.batch, share))
 
     def target(self, records: Records, following: tuple[Noised, ...]) -> Target:
         """Y of records, by the slow copies."""
         state, index = self.state, records.array
-        key, draw = jax.random.split(state.key)
-        self.state = state._replace(key=key)
         net, head = state.slow
-        own = self._release(self._apply(net, state.memory.seen(state.memory.after(index))), draw)
+        own = self._noised(self._apply(net, state.memory.seen(state.memory.after(index))), 0)
         reward, ended = (column.reshape(-1)[index] for column in (state.rewards.reward, state.rewards.ended))
         return protocol.target(reward, ended, federated(head, (own, *following)), self.learning.gamma)
 
     def slopes(self, records: Records, target: Target, now: tuple[Noised, ...]) -> tuple[Slope, ...]:
         """The gradient of (Y - Q_f)^2 with respect to each of the others' values."""
         state = self.state
-        key, draw = jax.random.split(state.key)
-        self.state = state._replace(key=key)
-        own = self._values(state.net, records, draw)
+        own = self._noised(self._apply(state.net, state.memory.seen(records.array)), 1)
         done = state.memory.done(records.array)
         return protocol.slopes(lambda sent: td_loss(state.head, (own, *sent), done, target), now)
 
     def learn(self, records: Records, target: Target, now: tuple[Noised, ...]) -> None:
         """Minimise (Y - Q_f)^2 in theta_1 and theta_3; the others' values are constants."""
         state = self.state
-        key, draw = jax.random.split(state.key)
-        done = state.memory.done(records.array)
+        views, done = state.memory.seen(records.array), state.memory.done(records.array)
 
         def loss(params: tuple[Params, Head | None]) -> jax.Array:
-            own = self._values(params[0], records, draw)
+            own = self._noised(self._apply(params[0], views), 1)
             if self._policy == "imitate":
                 return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(own.array, done))
             return td_loss(params[1], (own, *now), done, target)
@@ -418,13 +423,11 @@ class Lead:
         error, slope = jax.value_and_grad(loss)(params)
         step, moments = self.learning.optimizer.update(slope, state.moments)
         net, head = optax.apply_updates(params, step)
-        self.state = state._replace(net=net, head=head, moments=moments, key=key, loss=error)
+        self.state = state._replace(net=net, head=head, moments=moments, loss=error)
 
     def share(self, records: Records) -> Noised:
         """One's own values, after one's update, for the others."""
-        key, draw = jax.random.split(self.state.key)
-        self.state = self.state._replace(key=key)
-        return self._values(self.state.net, records, draw)
+        return self._noised(self._apply(self.state.net, self.state.memory.seen(records.array)), 2)
 
     def adopt(self, head: Head | None) -> None:
         """End an update, with the head as the others have left it."""
@@ -444,14 +447,17 @@ class Lead:
         progress = jnp.minimum(memory.block * memory.action.shape[1] / learning.explore_steps, 1.0)
         return learning.explore_first + progress * (learning.explore_last - learning.explore_first)
 
-    def _values(self, net: Params, records: Records, key: jax.Array) -> Noised:
-        return self._release(self._apply(net, self.state.memory.seen(records.array)), key)
+    def _noised(self, values: jax.Array, use: int) -> Noised:
+        """Vectors about records, for the target, one's own update or the others."""
+        return self._release(values, protocol.noise_for(self.state.asked, 3, *values.shape)[use])
 
     def _apply(self, net: Params, views: Views) -> jax.Array:
         return self.network.apply(net, self.stage.world.read(self._views, views))
 
-    def _release(self, values: jax.Array, key: jax.Array) -> Noised:
-        return protocol.release(values, key, self.learning.noise, self.stage.phase)
+    def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
+        alone = self.state.head is None and self.stage.phase.trains  # nobody hears of it: it learns without noise
+        share = 0.0 if alone else self.stage.share
+        return protocol.release(values, draw, self.learning.noise, self.stage.phase, share)
 
 
 def new_lead(
@@ -468,7 +474,7 @@ def new_lead(
 
     `kept` has the form of what it remembers, of each view.
     """
-    key, start, top = jax.random.split(key, 3)
+    key, asked, start, top = jax.random.split(key, 4)
     net = network.init(start, shapes, actions)
     head = new_head(top, parties, actions) if parties > 1 else None
     memory = new_memory(learning.replay, kept, episodes)
@@ -480,6 +486,7 @@ def new_lead(
         memory,
         new_rewards(memory),
         key,
+        asked,
         jnp.zeros((), jnp.int32),
         jnp.zeros(()),
     )
@@ -493,12 +500,15 @@ def federated(head: Head | None, parties: tuple[Noised, ...]) -> jax.Array:
 
 def td_loss(head: Head | None, parties: tuple[Noised, ...], done: jax.Array, target: Target) -> jax.Array:
     """Mean of (Y - Q_f)^2 over records in which `done` [B] was done."""
-    values = jnp.take_along_axis(federated(head, parties), done[:, None], -1)[:, 0]
-    return jnp.mean((target.array - values) ** 2)
+    values = federated(head, parties)
+    chosen = jnp.sum(jnp.where(jnp.arange(values.shape[-1]) == done[:, None], values, 0.0), -1)  # no gather: no scatter
+    return jnp.mean((target.array - chosen) ** 2)
 
 
 def renewed(updates: jax.Array, every: int, fresh: Params, slow: Params) -> Params:
-    """The slow copy, replaced at every `every`th update."""
+    """The slow copy, replaced at every `every`th update; never if that is 0."""
+    if every == 0:
+        return slow
     return jax.lax.cond(updates % every == 0, _former, _latter, fresh, slow)
 
 

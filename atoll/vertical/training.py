@@ -107,8 +107,7 @@ def prepared(method: Method, learning: Learning) -> Learning:
     """The settings with which a method learns."""
     if method.federated:
         return learning
-    quiet = dataclasses.replace(learning.noise, share=0.0)
-    return dataclasses.replace(learning, noise=quiet, slow=min(learning.slow, _SLOW_ALONE))
+    return dataclasses.replace(learning, slow=min(learning.slow or _SLOW_ALONE, _SLOW_ALONE))
 
 
 def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> Run:
@@ -192,39 +191,53 @@ def _repeat(lead: Lead, peers: tuple[Passive, ...], times: int, lesson: Callable
     put(jax.lax.fori_loop(0, times, body, states()))
 
 
-def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Any:
-    """The world's score of all episodes of a phase."""
-    return setup.world.score(*play(setup, method, minds, key, phase))
+def exam(
+    setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase, share: jax.Array | None = None
+) -> Any:
+    """The world's score of all episodes of a phase, with noise on a `share` of the vectors (None: the phase's)."""
+    return setup.world.score(*play(setup, method, minds, key, phase, share=share)[:2])
 
 
-def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> tuple[Any, Played]:
-    """Play all episodes of a phase, side by side; where the world then stands, and how it went."""
+def play(
+    setup: Setup,
+    method: Method,
+    minds: Minds,
+    key: jax.Array,
+    phase: Phase,
+    trace: Callable[[Any], Any] = lambda state: None,
+    share: jax.Array | None = None,
+) -> tuple[Any, Played, Any]:
+    """Play all episodes of a phase, side by side; where the world then stands, and how it went.
+
+    Also what `trace` makes of the world's state after every step, [limit, ...].
+    """
     world = setup.world
     state = world.exam(phase, key)
     nothing: Any = None  # no memory: nobody writes one outside of training
-    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), *(nothing,) * 3, key, nothing, nothing)
+    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), *(nothing,) * 3, key, *(nothing,) * 3)
     peers = tuple(
         PassiveState(net, nothing, nothing, nothing, jax.random.fold_in(key, i + 1), nothing, nothing)
         for i, net in enumerate(minds.peers)
     )
     run = Run(lead, peers, state, ())
-    cast = _cast(setup, method, run, Stage(world, state, phase))
+    cast = _cast(setup, method, run, Stage(world, state, phase, share))
     run = _packed(*cast, protocol.begin(*cast, phase))
     optimal = world.optimal(state)
 
-    def body(carry: tuple[Run, Any], _: None) -> tuple[tuple[Run, Any], None]:
+    def body(carry: tuple[Run, Any], _: None) -> tuple[tuple[Run, Any], Any]:
         run, (alive, success, steps, reward) = carry
-        lead, peers = _cast(setup, method, run, Stage(world, run.stage, phase))
+        lead, peers = _cast(setup, method, run, Stage(world, run.stage, phase, share))
         seen = protocol.step(lead, peers, run.seen)
         outcome = lead.outcome
         assert outcome is not None
         totals = (alive & ~outcome.ended, success | outcome.success, steps + alive, reward + outcome.reward)
-        return (_packed(lead, peers, seen), totals), None
+        run = _packed(lead, peers, seen)
+        return (run, totals), trace(run.stage)
 
     counted, zero = optimal > 0, jnp.zeros(optimal.shape)
     start = (run, (counted, zero > 0, jnp.zeros_like(optimal), zero))
-    (run, (_, success, steps, reward)), _ = jax.lax.scan(body, start, None, length=world.limit)
-    return run.stage, Played(optimal, steps, reward, success)
+    (run, (_, success, steps, reward)), traces = jax.lax.scan(body, start, None, length=world.limit)
+    return run.stage, Played(optimal, steps, reward, success), traces
 
 
 def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, tuple[Passive, ...]]:
