@@ -19,7 +19,8 @@ from rich.progress import Progress
 
 from .agents import AGENT, install, load_mind, save_mind, train_mind
 from .algorithms import ALGORITHMS
-from .deploy import certs_command, join_command, serve_command
+from .certs import certs_command
+from .deploy import join_command, serve_command
 from .engines.local import LocalEngine
 from .errors import AtollError, unknown
 from .federation import Federation, Record, Run, Watcher

@@ -24,11 +24,13 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from atoll.certs import make_certs, read_keys
 from atoll.cli import main
-from atoll.deploy import _free_port, make_certs, read_keys
-from atoll.engines.flower import FlowerRun, Home, Terms, client_app
+from atoll.deploy import _free_port
+from atoll.engines.flower import FlowerRun, Home, client_app
 from atoll.engines.local import LocalEngine
 from atoll.engines.superlink import Guard
+from atoll.engines.terms import Terms
 from atoll.engines.wire import Refused, pack, unpack
 
 Mischief = Callable[[Message], Message | None]

@@ -7,7 +7,6 @@ round, client), so with the same cohorts a Flower run and a local one give the s
 What a client keeps (Ditto's personal model, FedRep's head) never leaves it: it lies in the client's own folder.
 """
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -38,6 +37,7 @@ from ..runs import RunFiles, load_part, main_score, save_part, write_atomically
 from ..server import Reports, admit, norm
 from ..store import ClientStore
 from .local import LocalEngine, complete, draw_cohort
+from .terms import Terms
 from .wire import (
     Refused,
     Report,
@@ -61,23 +61,6 @@ _INTRODUCTION = 30.0  # seconds a node without a key may take to say who it is
 _KEPT = 3  # rounds a client can go back, if its server does
 
 _log = logging.getLogger("atoll")
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What a server asks of its clients."""
-
-    min_clients: int = 2
-    """a round begins when at least so many clients are connected"""
-    deadline: float = 600.0
-    """seconds a round waits for answers; who has not answered then is left out of it"""
-    norm_bound: float = 10.0
-    """an update is refused if it is longer than so many times the shared model, whose length counts as 1 at least"""
-
-    def __post_init__(self) -> None:
-        require(self.min_clients >= 1, f"min_clients is {self.min_clients}; it must be at least 1")
-        require(self.deadline > 0, f"deadline is {self.deadline}; it must be positive")
-        require(self.norm_bound > 0, f"norm_bound is {self.norm_bound}; it must be positive")
 
 
 def check_deployable(f: Federation) -> None:
