@@ -20,7 +20,8 @@ from rich.progress import Progress
 from .agents import AGENT, install, load_mind, save_mind, train_mind
 from .algorithms import ALGORITHMS
 from .certs import certs_command
-from .deploy import join_command, serve_command
+from .client import personalize_command
+from .deploy import export_command, join_command, serve_command
 from .engines.local import LocalEngine
 from .errors import AtollError, unknown
 from .federation import Federation, Record, Run, Watcher
@@ -387,6 +388,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "certs": certs_command,
     "serve": serve_command,
     "join": join_command,
+    "personalize": personalize_command,
+    "export-flower": export_command,
 }
 
 
@@ -422,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _overview() -> str:
     lines = ["atoll: personalised federated learning, one shared model and each client its own", ""]
-    lines += [f"  {name:<11}{command.__doc__}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<15}{command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(
         [*lines, "", "  `atoll run RECIPE --help` shows every setting of a recipe; `atoll list` shows the recipes."]
     )

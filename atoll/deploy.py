@@ -19,24 +19,23 @@ import jax
 import tyro
 
 from .certs import check_files, need_flower, read_keys
+from .client import Brings, Limits
 from .engines.terms import Terms
 from .errors import AtollError, require
 from .federation import Federation, ctrl_c
 from .recipes import RECIPES
-from .runs import RunFiles, write_atomically
+from .runs import write_atomically
 from .terminal import INTERRUPTED, base_federation, describe, free_name, option, parse, positional
 from .version import __version__
 
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
-_END_LIMIT = 30.0  # seconds the processes of a killed server may take to end
 _AGAIN = 5.0  # seconds after which a client that was turned away tries again
 _IDLE = 0.1  # seconds between a client's looks for tasks
 _COMPILED = {  # JAX keeps every compiled program, for the next start
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-_APP = {
-    "pyproject.toml": f"""[project]
+_PROJECT = f"""[project]
 name = "atoll"
 version = "{__version__}"
 description = "Federated learning with Atoll, which must be installed on every machine"
@@ -48,10 +47,13 @@ publisher = "atoll"
 [tool.flwr.app.components]
 serverapp = "atoll_app:server"
 clientapp = "atoll_app:client"
-""",
+"""
+_APP = {
+    "pyproject.toml": _PROJECT,
     "atoll_app.py": """from atoll.engines.flower import client_app, server_app
 
-server, client = server_app(), client_app()
+server = server_app()
+client = client_app()
 """,
 }
 
@@ -80,6 +82,13 @@ class JoinOptions:
 
     client_id: int
     """the client's id, as the server knows it"""
+    data: str | None = None
+    """the client's own data, an .npz with x, y, x_test, y_test or a folder that holds it (default: by id)"""
+    test_fraction: float | None = None
+    """of data without x_test and y_test, the share that is held out"""
+    task: str | None = None
+    """the client's own task: forward or backward, a speed, or JSON for a Gymnasium environment (default: by id)"""
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Limits)
     certs: Path | None = None
     """the client's folder that `atoll certs` made (default: certs/client-ID)"""
     client_dir: Path | None = None
@@ -97,14 +106,14 @@ def serve_command(arguments: list[str]) -> int:
     need_flower()
     import httpx
 
-    from .engines.flower import SERVE, check_deployable
+    from .engines.flower import SERVE, check_deployable, prepare
 
     f = options.federation
     check_deployable(f)
     keys = None if options.insecure else read_keys(options.certs)
     host, port = _address(options.listen)
     directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
-    _prepare(directory, f)
+    prepare(directory, f)
     orders = {
         "directory": str(directory.resolve()),
         "keys": None if keys is None else {key.hex(): client for key, client in keys.items()},
@@ -131,18 +140,22 @@ def serve_command(arguments: list[str]) -> int:
 
 
 def join_command(arguments: list[str]) -> int:
-    """Take part as a client: atoll join HOST:PORT --client-id ID [--certs DIR] [--client-dir DIR]."""
+    """Take part as a client: atoll join HOST:PORT --client-id ID [--data DIR | --task TASK] [--certs DIR]."""
     address, rest = positional(arguments, "the server's address")
     options: Any = tyro.cli(JoinOptions, args=rest, prog="atoll join HOST:PORT", use_underscores=False)
     need_flower()
     _address(address)
     require(options.client_id >= 0, f"client_id is {options.client_id}; it must be 0 or more")
     folder = (options.client_dir or Path(f"client-{options.client_id}")).resolve()
+    brings = Brings.of({"data": options.data, "test-fraction": options.test_fraction, "task": options.task})
+    words = str(brings)
     folder.mkdir(parents=True, exist_ok=True)
+    config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
+    write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
     port = _free_port()
     command = [sys.executable, "-m", "atoll.engines.supernode", "--superlink", address, "--isolation", "process"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--node-config", f'client-id={options.client_id} client-dir="{folder}"']
+    command += ["--node-config", str(folder / "node.toml")]
     if options.insecure:
         command += ["--insecure"]
     else:
@@ -156,7 +169,7 @@ def join_command(arguments: list[str]) -> int:
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     from .engines.supernode import Worker
 
-    print(f"client {options.client_id}: joining {address}; Ctrl-C leaves", flush=True)
+    print(f"client {options.client_id}: joining {address} with {words}; Ctrl-C leaves", flush=True)
     worker = Worker(f"127.0.0.1:{port}")
     with ctrl_c() as stop:
         while not stop.is_set():
@@ -173,24 +186,38 @@ def join_command(arguments: list[str]) -> int:
     return INTERRUPTED
 
 
-def _prepare(directory: Path, f: Federation) -> None:
-    """A run's directory with the settings in it; one that is there must have the same, but for the rounds."""
-    content = {"federation": f.config()}
-    if not (directory / "config.json").exists():
-        RunFiles.create(directory, content).close()
-        return
-    f.check_same(directory, any_rounds=True)
-    end = time.monotonic() + _END_LIMIT
-    while True:
-        try:
-            files = RunFiles(directory)
-            break
-        except AtollError:  # the processes of a server that was killed may not have ended yet
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
-    files.write_config(content)
-    files.close()
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """A federation, what its server asks of clients and where its run is kept."""
+
+    federation: Annotated[Federation, tyro.conf.arg(name="")]
+    terms: Annotated[Terms, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Terms)
+    run: Path = Path("runs/flower")
+    """folder of the run; if relative, then to the one in which the SuperLink was started"""
+
+
+def export_command(arguments: list[str]) -> int:
+    """An app folder for plain Flower: atoll export-flower RECIPE DIR [flags of run], then flwr run DIR."""
+    name, rest = positional(arguments, "a recipe", RECIPES)
+    target, rest = positional(rest, "a folder to write to, after the recipe")
+    chosen, rest = option(rest, "--algorithm")
+    _, default = base_federation(name, chosen)
+    options = parse(ExportOptions, ExportOptions(default), rest, f"atoll export-flower {name} DIR")
+    need_flower()
+    from .engines.flower import check_deployable
+
+    f, folder = options.federation, Path(target)
+    check_deployable(f)
+    config = {"federation": json.dumps(f.config()), "run": str(options.run), "rounds": f.rounds}
+    config |= dataclasses.asdict(options.terms)
+    taken = folder.exists() and any(folder.iterdir()) and not (folder / "atoll_app.py").exists()
+    require(not taken, f"{folder} holds other files; choose a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in _APP.items():
+        write_atomically(folder / file, text)
+    write_atomically(folder / "pyproject.toml", f"{_PROJECT}\n[tool.flwr.app.config]\n{_toml(config)}")
+    print(f"{folder}: {describe(f)}; start it with: flwr run {folder}")
+    return 0
 
 
 def _link(options: ServeOptions, directory: Path, host: str, port: int) -> list[str]:
@@ -292,6 +319,12 @@ def _environment(folder: Path) -> dict[str, str]:
         }
         | {name.upper(): str(value) for name, value in _COMPILED.items()}
     )
+
+
+def _toml(content: dict[str, Any]) -> str:
+    """A flat TOML file; what is None is left out, and names get hyphens."""
+    known = ((name.replace("_", "-"), value) for name, value in content.items() if value is not None)
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in known)
 
 
 def _address(text: str) -> tuple[str, int]:
