@@ -25,7 +25,7 @@ from .problems.base import Own, Params
 from .problems.data import from_client
 from .runs import load_part, main_score, save_part, write_atomically
 from .server.accounting import composed
-from .server.privacy import Local
+from .server.privacy import Local, Privacy
 
 _KEPT = 3  # rounds a client can go back, if its server does
 
@@ -131,11 +131,13 @@ class Limits:
         epsilon, delta = config.get("epsilon"), config.get("delta", Limits.delta)
         return Limits(None if epsilon is None else float(epsilon), float(delta), bool(config.get("share-scores")))
 
-    def spend(self, folder: Path, privacy: Local | None) -> None:
+    def check(self, privacy: Privacy | None) -> None:
+        """Refuse a run that has not the privacy the client asks for."""
+        enough = self.epsilon is None or isinstance(privacy, Local)
+        require(enough, "this client takes part under local privacy only, and the run has none")
+
+    def spend(self, folder: Path, privacy: Local) -> None:
         """Count an update that will leave; refuse if that is more than the client gives."""
-        if privacy is None:
-            require(self.epsilon is None, "this client takes part under local privacy only, and the run has none")
-            return
         file = folder / "privacy.json"
         noises = json.loads(file.read_text())["noises"] if file.exists() else {}
         key = repr(privacy.noise)

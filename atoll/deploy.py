@@ -1,4 +1,4 @@
-"""Federations of real machines: `atoll serve` and `atoll join`.
+"""Federations of real machines: `atoll serve`, `atoll join` and `atoll export-flower`.
 
 The commands start what Flower needs (SuperLink, SuperNode, a run) with the secure choices made, so that a user need
 not know Flower. What is trained, and how, is in `engines/flower.py`.

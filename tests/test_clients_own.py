@@ -20,6 +20,7 @@ from atoll.client import Brings, Limits, member
 from atoll.engines.flower import FlowerRun
 from atoll.engines.local import LocalEngine
 from atoll.engines.terms import Terms
+from atoll.problems.base import Own
 from atoll.problems.data import from_client
 from atoll.runs import load_part
 from atoll.server.accounting import composed, spent
@@ -28,6 +29,7 @@ from atoll.server.secret import longest, private_mean, released
 
 FORM = "own(shape=(4,), classes=3)"
 OWN = atoll.Classification(FORM, "iid", "mlp(widths=(8,))", batch=8, scaling="none")
+ALGORITHM = atoll.FedAvg(rate=0.5, steps=20)
 
 
 def _samples(path: Path, seed: int, train: int = 24, test: int = 12, classes: int = 3, **changes: Any) -> str:
@@ -45,8 +47,8 @@ def _samples(path: Path, seed: int, train: int = 24, test: int = 12, classes: in
 
 def test_clients_train_on_their_own_data_and_tell_how_good_the_shared_model_is(tmp_path: Path) -> None:
     sizes = (4, 12)
-    nodes = {c: {"data": _samples(tmp_path / f"data-{c}", c, test=size)} for c, size in enumerate(sizes)}
-    federation = _federation(atoll.FedAvg(rate=0.5, steps=20), OWN, clients=2, cohort=2, rounds=2)
+    nodes = {c: {"data": _samples(tmp_path / f"data-{c}", c, 36 - size, size)} for c, size in enumerate(sizes)}
+    federation = _federation(ALGORITHM, OWN, clients=2, cohort=2, rounds=2)
     run = _flower(federation, Loop(tmp_path, range(2), nodes=nodes))
     run.advance()
     first, last = run.history[0]["evaluation"], run.history[-1]["evaluation"]
@@ -65,10 +67,9 @@ def test_own_data_gives_the_numbers_of_the_same_data_in_a_folder(tmp_path: Path)
     (tmp_path / "all").mkdir()
     for c in range(2):
         (tmp_path / "all" / f"{c}.npz").write_bytes((tmp_path / f"data-{c}" / "mine.npz").read_bytes())
-    algorithm = atoll.Ditto(steps=4, personal_steps=4)
-    own = _federation(algorithm, OWN, clients=2, cohort=2, rounds=2)
+    own = _federation(ALGORITHM, OWN, clients=2, cohort=2, rounds=2)
     folder = atoll.Classification(f"{tmp_path}/all", "iid", "mlp(widths=(8,))", batch=8, scaling="none")
-    simulated = _federation(algorithm, folder, clients=2, cohort=2, rounds=2).run()
+    simulated = _federation(ALGORITHM, folder, clients=2, cohort=2, rounds=2).run()
     run = _flower(own, Loop(tmp_path, range(2), nodes=nodes))
     run.advance()
     for mine, theirs in zip(jax.tree.leaves(run.params), jax.tree.leaves(simulated.params), strict=True):
@@ -117,8 +118,6 @@ def test_data_that_does_not_fit_the_model_is_refused_by_the_client(tmp_path: Pat
 
 
 def test_a_client_brings_its_own_task() -> None:
-    from atoll.problems.base import Own
-
     def task(name: str, value: Any) -> float:
         problem = atoll.Locomotion(name).build_own(3, 0, 0, 1, Own(None, value))
         others = atoll.Locomotion(name).build(3, 0, 0).tasks
@@ -131,6 +130,16 @@ def test_a_client_brings_its_own_task() -> None:
         with pytest.raises(atoll.AtollError, match=f"task is {value!r}"):
             task(name, value)
     assert Brings(task='{"g": 9.8}').read().task == {"g": 9.8}
+
+
+def test_a_gymnasium_client_needs_its_own_task_alone_and_the_server_an_example() -> None:
+    problem = atoll.Gym("gymnasium:make", ["CartPole-v1"], workers="threads(1)", horizon=2)
+    assert problem.build_form(2, 0, 0).inputs == 4
+    assert problem.build_own(2, 0, 0, 1, Own(None, "Acrobot-v1")).inputs == 6
+    with pytest.raises(atoll.AtollError, match="there are 1 tasks, but 2 clients"):
+        problem.build_own(2, 0, 0, 1, Own())
+    with pytest.raises(atoll.AtollError, match="join without --data"):
+        problem.build_own(2, 0, 0, 1, Own((1, 2, 3, 4)))
 
 
 def test_noise_is_secret_and_of_the_right_size() -> None:
@@ -216,6 +225,11 @@ def test_central_privacy_adds_the_servers_own_noise(tmp_path: Path) -> None:
     epsilon = pytest.approx(composed({1.0: 2}, 1e-5))
     assert record == {"noise": "secret", "epsilon": epsilon, "delta": 1e-5, "participations": 2}
     assert exact.history[1]["privacy"]["epsilon"] is None
+    silent = Loop(tmp_path / "d", range(3), dict.fromkeys(range(3), lambda reply: None))
+    run = _flower(_federation(server=atoll.Server(privacy="central"), clients=3), silent, deadline=0.2)
+    before = jax.device_get(run.params)
+    assert run.step()["counted"] == 0
+    assert not np.allclose(before["body"], run.params["body"], atol=1e-3)  # that nobody answered may not show
     assert plain.history[1]["privacy"] == {"noise": "seeded"}
 
 
@@ -242,3 +256,29 @@ def test_a_client_makes_its_personal_model_offline(tmp_path: Path, capsys: pytes
     assert "does not exist" in capsys.readouterr().err
     assert main(["personalize", "--client-dir", str(tmp_path / "data-0")]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_an_exported_app_is_one_that_flower_accepts_and_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tomllib
+
+    from flwr.app import Context, RecordDict
+    from flwr.cli.config_utils import load_and_validate
+
+    from atoll.engines.flower import server_app
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"federation": _federation(clients=2, cohort=2, rounds=9).config()}))
+    command = ["export-flower", str(config), str(tmp_path / "app"), "--rounds", "1", "--run", str(tmp_path / "run")]
+    assert main([*command, "--min-clients", "1"]) == 0
+    assert load_and_validate(tmp_path / "app" / "pyproject.toml")[1] == []  # no warnings
+    settings = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    app, grid = server_app(), Loop(tmp_path, range(2), nodes={1: {"partition-id": 1}})
+    app(grid, Context(1, 0, {}, RecordDict(), settings))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["counted"] for line in lines if "counted" in line] == [2]
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("")
+    assert main([command[0], command[1], str(tmp_path / "taken")]) == 2
+    assert "holds other files" in capsys.readouterr().err

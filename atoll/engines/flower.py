@@ -122,7 +122,8 @@ class FlowerRun(Run):
         file = path / "flower.json"
         if file.exists():
             self.name = json.loads(file.read_text())["run"]
-            self._asked.update({int(client): times for client, times in json.loads(file.read_text())["asked"].items()})
+            asked = json.loads(file.read_text()).get("asked", {})
+            self._asked.update({int(client): times for client, times in asked.items()})
         super().reopen(path)
         self._remember()
 
@@ -334,10 +335,6 @@ class FlowerRun(Run):
             return array
 
         update = jax.tree.map(filled, shared, shared if stacked is None else stacked)
-        if isinstance(self._privacy, Central):
-            mean = private_mean(self._privacy, [sound[client] for client in good], len(seats), shared)
-            for leaf, first in zip(jax.tree.leaves(update), jax.tree.leaves(mean), strict=True):
-                leaf[0] = first
         nothing = Report(0, math.nan, False, False, math.nan, math.nan, 0.0)
         said = [uploads[int(client)][1] if int(client) in uploads else nothing for client in seats]
         columns: list[Any] = [np.array(values) for values in zip(*said, strict=True)]
@@ -348,6 +345,9 @@ class FlowerRun(Run):
             alive &= np.isfinite(loss)
         if self.measured:
             alive &= np.isfinite(before) & np.isfinite(after)
+        if isinstance(self._privacy, Central):
+            mean = private_mean(self._privacy, [sound[int(client)] for client in seats[alive]], len(seats), shared)
+            update = jax.tree.map(lambda rows, first: np.concatenate([first[None], rows[1:]]), update, mean)
         losses: Any = (before, after) if self.measured else (None, None)
         reports: Any = (column.samples.astype(np.int32), loss, alive, seats, *losses)
         return Trained(update, None, loss), Reports(*reports), column.answered | np.isin(seats, list(refused))
@@ -359,7 +359,8 @@ def train(message: Message, context: Context) -> Message:
     task, run, home = _opened(message, context, again=True)
     one, privacy = np.array([task.client]), run.rule.privacy
     local = privacy if isinstance(privacy, Local) else None
-    Limits.of(context.node_config).spend(_folder(context), local)
+    if local is not None:
+        Limits.of(context.node_config).spend(_folder(context), local)
     learned = complete(run.engine.train(run.work, run.params, one, run.own(one), task.round, run.measured))
     trained, reports, answered = jax.device_get(learned)
     alive = bool(reports.alive[0])
@@ -380,8 +381,9 @@ def evaluate(message: Message, context: Context) -> Message:
     if isinstance(run.rule.privacy, Local) and not Limits.of(context.node_config).share_scores:
         return scored_reply(message, task, {}, {})
     scores = run.score(np.array([task.client]))
-    shared = {name: float(value) for name, value in run.shared_scores().items()}
-    if shared:
+    shared: dict[str, float] = {}
+    if "data" in context.node_config:  # else the server has the data itself
+        shared = {name: float(value) for name, value in run.shared_scores().items()}
         shared["samples"] = float(run.problem.tests)
     return scored_reply(message, task, {name: table[0] for name, table in scores.items()}, shared)
 
@@ -431,7 +433,8 @@ def prepare(directory: Path, f: Federation) -> None:
 def _serve(grid: Grid, context: Context) -> None:
     """Train the run that `atoll serve` prepared, or the one of an exported app, from its newest checkpoint on."""
     path, known, terms = _orders(context)
-    for handler in (logging.FileHandler(path / "server.log"), logging.StreamHandler()):
+    handlers = (logging.FileHandler(path / "server.log"), logging.StreamHandler())
+    for handler in handlers:
         _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
@@ -441,6 +444,9 @@ def _serve(grid: Grid, context: Context) -> None:
         run.advance()
     finally:
         run.close()
+        for handler in handlers:
+            _log.removeHandler(handler)
+            handler.close()
 
 
 def _orders(context: Context) -> tuple[Path, dict[bytes, int] | None, Terms]:
@@ -477,6 +483,7 @@ def _opened(message: Message, context: Context, again: bool) -> tuple[Task, Run,
         raise Refused(f"it is for client {task.client}, this is client {client}")
     run, home = _run(task.settings, client if any(brings) else 0, brings), Home(_folder(context), task.run)
     check_id(run.federation, client)
+    Limits.of(context.node_config).check(run.rule.privacy)
     shared = unpack(model, run.params)
     home.receive(client, brings, task.settings, task.round - again, shared)
     recall(run, home, client, task.round, shared, task.round if again else task.round + 1)

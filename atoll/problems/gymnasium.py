@@ -126,6 +126,14 @@ class Gym(ProblemSettings):
             batches=self.batches,
         )
 
+    def build_form(self, clients: int, new_clients: int, seed: int) -> ReinforcementProblem:
+        """With the first task of a list for all: only the form of its environment matters."""
+        if not isinstance(self.tasks, list):
+            return self.build(clients, new_clients, seed)
+        return dataclasses.replace(self, tasks=self.tasks[:1] * (clients + new_clients)).build(
+            clients, new_clients, seed
+        )
+
     def build_own(self, clients: int, new_clients: int, seed: int, client: int, own: Own) -> ReinforcementProblem:
         """With the task that `client` brings; then no other client's is looked at."""
         require(own.samples is None, "this federation's clients have tasks, not data; join without --data")
