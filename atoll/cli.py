@@ -19,7 +19,9 @@ from rich.progress import Progress
 
 from .agents import AGENT, install, load_mind, save_mind, train_mind
 from .algorithms import ALGORITHMS
-from .deploy import certs_command, join_command, serve_command
+from .certs import certs_command
+from .client import personalize_command
+from .deploy import export_command, join_command, serve_command
 from .engines.local import LocalEngine
 from .errors import AtollError, unknown
 from .federation import Federation, Record, Run, Watcher
@@ -394,6 +396,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "certs": certs_command,
     "serve": serve_command,
     "join": join_command,
+    "personalize": personalize_command,
+    "export-flower": export_command,
 }
 
 
@@ -429,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _overview() -> str:
     lines = ["atoll: personalised federated learning, one shared model and each client its own", ""]
-    lines += [f"  {name:<11}{command.__doc__}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<15}{command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join(
         [*lines, "", "  `atoll run RECIPE --help` shows every setting of a recipe; `atoll list` shows the recipes."]
     )

@@ -1,12 +1,10 @@
-"""Federations of real machines: `atoll certs`, `atoll serve` and `atoll join`.
+"""Federations of real machines: `atoll serve`, `atoll join` and `atoll export-flower`.
 
 The commands start what Flower needs (SuperLink, SuperNode, a run) with the secure choices made, so that a user need
 not know Flower. What is trained, and how, is in `engines/flower.py`.
 """
 
 import dataclasses
-import datetime
-import ipaddress
 import json
 import os
 import signal
@@ -20,24 +18,24 @@ from typing import Annotated, Any
 import jax
 import tyro
 
+from .certs import check_files, need_flower, read_keys
+from .client import Brings, Limits
+from .engines.terms import Terms
 from .errors import AtollError, require
 from .federation import Federation, ctrl_c
 from .recipes import RECIPES
-from .runs import RunFiles, write_atomically
+from .runs import write_atomically
 from .terminal import INTERRUPTED, base_federation, describe, free_name, option, parse, positional
 from .version import __version__
 
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
-_END_LIMIT = 30.0  # seconds the processes of a killed server may take to end
 _AGAIN = 5.0  # seconds after which a client that was turned away tries again
 _IDLE = 0.1  # seconds between a client's looks for tasks
 _COMPILED = {  # JAX keeps every compiled program, for the next start
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-_YEAR = datetime.timedelta(days=365)
-_APP = {
-    "pyproject.toml": f"""[project]
+_PROJECT = f"""[project]
 name = "atoll"
 version = "{__version__}"
 description = "Federated learning with Atoll, which must be installed on every machine"
@@ -49,22 +47,15 @@ publisher = "atoll"
 [tool.flwr.app.components]
 serverapp = "atoll_app:server"
 clientapp = "atoll_app:client"
-""",
+"""
+_APP = {
+    "pyproject.toml": _PROJECT,
     "atoll_app.py": """from atoll.engines.flower import client_app, server_app
 
-server, client = server_app(), client_app()
+server = server_app()
+client = client_app()
 """,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class CertsOptions:
-    """Who takes part."""
-
-    clients: int = 2
-    """number of clients, with ids from 0; the command can be repeated with more"""
-    host: str = "localhost"
-    """names and addresses under which clients reach the server, with commas between"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +69,7 @@ class ServeOptions:
     """the server's folder that `atoll certs` made"""
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """neither encryption nor keys: anybody can read along and take part"""
-    min_clients: int = 2
-    """a round begins when at least so many clients are connected"""
-    deadline: float = 600.0
-    """seconds a round waits for answers; who has not answered then is left out of it"""
-    norm_bound: float = 10.0
-    """an update is refused if it is longer than so many times the shared model"""
+    terms: Annotated[Terms, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Terms)
     name: str | None = None
     """name of the run; one that exists goes on (default: the recipe's with a number)"""
     runs_dir: Path = Path("runs")
@@ -96,6 +82,13 @@ class JoinOptions:
 
     client_id: int
     """the client's id, as the server knows it"""
+    data: str | None = None
+    """the client's own data, an .npz with x, y, x_test, y_test or a folder that holds it (default: by id)"""
+    test_fraction: float | None = None
+    """of data without x_test and y_test, the share that is held out"""
+    task: str | None = None
+    """the client's own task: forward or backward, a speed, or JSON for a Gymnasium environment (default: by id)"""
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Limits)
     certs: Path | None = None
     """the client's folder that `atoll certs` made (default: certs/client-ID)"""
     client_dir: Path | None = None
@@ -104,38 +97,27 @@ class JoinOptions:
     """neither encryption nor keys, for a server started the same way"""
 
 
-def certs_command(arguments: list[str]) -> int:
-    """Certificates and keys for a server and its clients: atoll certs DIR --clients N [--host NAME,ADDRESS]."""
-    directory, rest = positional(arguments, "a folder")
-    options = parse(CertsOptions, CertsOptions(), rest, "atoll certs DIR")
-    _need_flower()
-    make_certs(Path(directory), options.clients, options.host.split(","))
-    print(f"{directory}/server is for the server, {directory}/client-ID for each client; {directory}/ca.key stays here")
-    return 0
-
-
 def serve_command(arguments: list[str]) -> int:
     """Train with real clients: atoll serve RECIPE --listen HOST:PORT --min-clients N [--certs DIR] [flags of run]."""
     name, rest = positional(arguments, "a recipe", RECIPES)
     chosen, rest = option(rest, "--algorithm")
     label, default = base_federation(name, chosen)
     options = parse(ServeOptions, ServeOptions(default), rest, f"atoll serve {name}")
-    _need_flower()
+    need_flower()
     import httpx
 
-    from .engines.flower import SERVE, Terms, check_deployable
+    from .engines.flower import SERVE, check_deployable, prepare
 
     f = options.federation
     check_deployable(f)
-    terms = Terms(options.min_clients, options.deadline, options.norm_bound)
     keys = None if options.insecure else read_keys(options.certs)
     host, port = _address(options.listen)
     directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
-    _prepare(directory, f)
+    prepare(directory, f)
     orders = {
         "directory": str(directory.resolve()),
         "keys": None if keys is None else {key.hex(): client for key, client in keys.items()},
-        "terms": dataclasses.asdict(terms),
+        "terms": dataclasses.asdict(options.terms),
     }
     write_atomically(directory / "serve.json", json.dumps(orders, indent=2) + "\n")
     again = f"go on with the same command and --name {directory.name}"
@@ -158,23 +140,27 @@ def serve_command(arguments: list[str]) -> int:
 
 
 def join_command(arguments: list[str]) -> int:
-    """Take part as a client: atoll join HOST:PORT --client-id ID [--certs DIR] [--client-dir DIR]."""
+    """Take part as a client: atoll join HOST:PORT --client-id ID [--data DIR | --task TASK] [--certs DIR]."""
     address, rest = positional(arguments, "the server's address")
     options: Any = tyro.cli(JoinOptions, args=rest, prog="atoll join HOST:PORT", use_underscores=False)
-    _need_flower()
+    need_flower()
     _address(address)
     require(options.client_id >= 0, f"client_id is {options.client_id}; it must be 0 or more")
     folder = (options.client_dir or Path(f"client-{options.client_id}")).resolve()
+    brings = Brings.of({"data": options.data, "test-fraction": options.test_fraction, "task": options.task})
+    words = str(brings)
     folder.mkdir(parents=True, exist_ok=True)
+    config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
+    write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
     port = _free_port()
     command = [sys.executable, "-m", "atoll.engines.supernode", "--superlink", address, "--isolation", "process"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--node-config", f'client-id={options.client_id} client-dir="{folder}"']
+    command += ["--node-config", str(folder / "node.toml")]
     if options.insecure:
         command += ["--insecure"]
     else:
         certs = options.certs or Path(f"certs/client-{options.client_id}")
-        _check_files(certs, "ca.crt", "client.key")
+        check_files(certs, "ca.crt", "client.key")
         command += ["--root-certificates", str(certs / "ca.crt")]
         command += ["--auth-supernode-private-key", str(certs / "client.key")]
     os.environ.update(_environment(folder))
@@ -183,7 +169,7 @@ def join_command(arguments: list[str]) -> int:
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     from .engines.supernode import Worker
 
-    print(f"client {options.client_id}: joining {address}; Ctrl-C leaves", flush=True)
+    print(f"client {options.client_id}: joining {address} with {words}; Ctrl-C leaves", flush=True)
     worker = Worker(f"127.0.0.1:{port}")
     with ctrl_c() as stop:
         while not stop.is_set():
@@ -200,103 +186,38 @@ def join_command(arguments: list[str]) -> int:
     return INTERRUPTED
 
 
-def make_certs(folder: Path, clients: int, hosts: list[str]) -> None:
-    """Whatever is not there yet: a CA, the server's certificate and a key pair for each of `clients`."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """A federation, what its server asks of clients and where its run is kept."""
 
-    require(clients >= 1, f"clients is {clients}; it must be at least 1")
-    server = folder / "server"
-    (server / "clients").mkdir(parents=True, exist_ok=True)
-    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-
-    def name(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-    def certificate(subject: str, key: Any, issuer: str, issuer_key: Any, years: int, extra: list[Any]) -> bytes:
-        now = datetime.datetime.now(datetime.UTC)
-        ca = issuer_key is key
-        usage = x509.KeyUsage(
-            not ca, False, False, False, False, ca, ca, False, False
-        )  # sign messages, or certificates
-        builder = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name(issuer))
-        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(now + years * _YEAR)
-        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
-        builder = builder.add_extension(usage, critical=True)
-        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-        builder = builder.add_extension(authority, critical=False)
-        for extension in extra:
-            builder = builder.add_extension(extension, critical=False)
-        return builder.sign(issuer_key, hashes.SHA384()).public_bytes(pem)
-
-    def private(key: Any, form: serialization.PrivateFormat) -> bytes:
-        return bytes(key.private_bytes(pem, form, plain))
-
-    if (folder / "ca.key").exists():
-        ca_key: Any = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    else:
-        ca_key = ec.generate_private_key(ec.SECP384R1())
-        _write_secret(folder / "ca.key", private(ca_key, serialization.PrivateFormat.PKCS8))
-        write_atomically(server / "ca.crt", certificate("Atoll CA", ca_key, "Atoll CA", ca_key, 10, []))
-    names = [_general_name(x509, host) for host in dict.fromkeys(["localhost", "127.0.0.1", "::1", *hosts]) if host]
-    key = ec.generate_private_key(ec.SECP384R1())
-    if not (server / "server.key").exists():
-        purpose = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
-        extra = [x509.SubjectAlternativeName(names), purpose]
-        write_atomically(server / "server.crt", certificate("Atoll server", key, "Atoll CA", ca_key, 2, extra))
-        _write_secret(server / "server.key", private(key, serialization.PrivateFormat.PKCS8))
-    for client in range(clients):
-        mine = folder / f"client-{client}"
-        if (mine / "client.key").exists():
-            continue
-        mine.mkdir(exist_ok=True)
-        pair = ec.generate_private_key(ec.SECP384R1())
-        public = pair.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        write_atomically(server / "clients" / f"{client}.pub", public + b"\n")
-        write_atomically(mine / "ca.crt", (server / "ca.crt").read_bytes())
-        _write_secret(mine / "client.key", private(pair, serialization.PrivateFormat.OpenSSH))
+    federation: Annotated[Federation, tyro.conf.arg(name="")]
+    terms: Annotated[Terms, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Terms)
+    run: Path = Path("runs/flower")
+    """folder of the run; if relative, then to the one in which the SuperLink was started"""
 
 
-def read_keys(certs: Path) -> dict[bytes, int]:
-    """The clients a server knows, by their public keys as Flower writes them."""
-    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+def export_command(arguments: list[str]) -> int:
+    """An app folder for plain Flower: atoll export-flower RECIPE DIR [flags of run], then flwr run DIR."""
+    name, rest = positional(arguments, "a recipe", RECIPES)
+    target, rest = positional(rest, "a folder to write to, after the recipe")
+    chosen, rest = option(rest, "--algorithm")
+    _, default = base_federation(name, chosen)
+    options = parse(ExportOptions, ExportOptions(default), rest, f"atoll export-flower {name} DIR")
+    need_flower()
+    from .engines.flower import check_deployable
 
-    _check_files(certs, "ca.crt", "server.crt", "server.key")
-    known: dict[bytes, int] = {}
-    for path in sorted((certs / "clients").glob("*.pub")):
-        require(path.stem.isdigit(), f"{path} is not named after a client; call it ID.pub")
-        try:
-            key: Any = load_ssh_public_key(path.read_bytes())
-        except ValueError as error:
-            raise AtollError(f"cannot read {path}: {error}") from error
-        known[public_key_to_bytes(key)] = int(path.stem)
-    require(bool(known), f"{certs}/clients holds no client's public key; make some: atoll certs DIR --clients N")
-    return known
-
-
-def _prepare(directory: Path, f: Federation) -> None:
-    """A run's directory with the settings in it; one that is there must have the same, but for the rounds."""
-    content = {"federation": f.config()}
-    if not (directory / "config.json").exists():
-        RunFiles.create(directory, content).close()
-        return
-    f.check_same(directory, any_rounds=True)
-    end = time.monotonic() + _END_LIMIT
-    while True:
-        try:
-            files = RunFiles(directory)
-            break
-        except AtollError:  # the processes of a server that was killed may not have ended yet
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
-    files.write_config(content)
-    files.close()
+    f, folder = options.federation, Path(target)
+    check_deployable(f)
+    config = {"federation": json.dumps(f.config()), "run": str(options.run), "rounds": f.rounds}
+    config |= dataclasses.asdict(options.terms)
+    taken = folder.exists() and any(folder.iterdir()) and not (folder / "atoll_app.py").exists()
+    require(not taken, f"{folder} holds other files; choose a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in _APP.items():
+        write_atomically(folder / file, text)
+    write_atomically(folder / "pyproject.toml", f"{_PROJECT}\n[tool.flwr.app.config]\n{_toml(config)}")
+    print(f"{folder}: {describe(f)}; start it with: flwr run {folder}")
+    return 0
 
 
 def _link(options: ServeOptions, directory: Path, host: str, port: int) -> list[str]:
@@ -400,11 +321,10 @@ def _environment(folder: Path) -> dict[str, str]:
     )
 
 
-def _need_flower() -> None:
-    try:
-        import flwr  # noqa: F401
-    except ImportError as error:
-        raise AtollError("real federations need Flower; install it with: pip install 'atoll[flower]'") from error
+def _toml(content: dict[str, Any]) -> str:
+    """A flat TOML file; what is None is left out, and names get hyphens."""
+    known = ((name.replace("_", "-"), value) for name, value in content.items() if value is not None)
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in known)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -423,26 +343,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _check_files(folder: Path, *names: str) -> None:
-    missing = [name for name in names if not (folder / name).exists()]
-    remedy = "make them with atoll certs, or say --insecure to go without"
-    require(not missing, f"{folder} has no {', '.join(missing)}; {remedy}")
-
-
-def _general_name(x509: Any, host: str) -> Any:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
-
-
-def _write_secret(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, from the first moment on."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

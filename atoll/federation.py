@@ -29,7 +29,7 @@ from .engines.local import (
 )
 from .errors import require
 from .problems import PROBLEMS
-from .problems.base import Params, ProblemSettings
+from .problems.base import Params, Problem, ProblemSettings
 from .runs import RunFiles, main_score
 from .server import Server
 from .settings import from_dict, to_dict
@@ -169,7 +169,8 @@ class Run:
 
     refusal = "their updates are not finite"  # why clients that answered may be left out
 
-    def __init__(self, federation: Federation, engine: LocalEngine) -> None:
+    def __init__(self, federation: Federation, engine: LocalEngine, problem: Problem | None = None) -> None:
+        """A `problem` stands in for the one that the settings describe."""
         f = federation
         pooled = f.algorithm.pooled
         self._clients, self._cohort = (1, 1) if pooled else (f.clients, f.cohort)
@@ -182,7 +183,8 @@ class Run:
         self.restored = False
         self.rule = f.server.build()
         faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
-        problem = f.problem.build(f.clients, f.new_clients, f.seed)
+        if problem is None:
+            problem = f.problem.build(f.clients, f.new_clients, f.seed)
         params = init_params(problem, f.seed)
         state = self.rule.init(params, self._cohort, self._clients, f.seed)
         self.state = jax.device_put(state, self.engine.devices[0])
@@ -278,6 +280,8 @@ class Run:
             "dropped": int((~answered).sum()),
             "refused": refused,
         }
+        if self.rule.privacy is not None:
+            record["privacy"] = {"noise": "seeded"}  # anyone with the seed can compute it
         if report.notes:
             record["server"] = {name: _number(value) for name, value in report.notes.items()}
         if report.before is not None:
@@ -313,12 +317,17 @@ class Run:
             record["evaluation"][group] = {name: _numbers(mean) for name, mean in means.items()}
             fairness[group] = _fairness({name: table[sound] for name, table in tables.items()})
             by_client[group] = {"clients": members.tolist()} | {n: _numbers(t) for n, t in tables.items()}
-        if hasattr(self.problem, "whole_test"):
-            shared = score_shared(self.problem, self.engine.place(self.params))
+        shared = self.shared_scores()
+        if shared:
             record["evaluation"]["shared"] = {name: _number(value) for name, value in shared.items()}
         if self.files:
             self.files.log_clients(by_client)
         return record
+
+    def shared_scores(self) -> dict[str, Any]:
+        """Scores of the shared model on the test samples of all clients; none where there are no such samples."""
+        whole = hasattr(self.problem, "whole_test")
+        return score_shared(self.problem, self.engine.place(self.params)) if whole else {}
 
     def score(self, clients: np.ndarray, steps: int | None = None, rate: float | None = None) -> dict[str, np.ndarray]:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""

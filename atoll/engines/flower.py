@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -30,14 +30,20 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from ..algorithms.base import Trained
+from ..client import Brings, Home, Limits, check_id, member, recall
 from ..errors import AtollError, require
 from ..federation import Federation, Record, Run, Watcher
 from ..federation import train as train_run
 from ..problems.base import Params
-from ..runs import RunFiles, load_part, main_score, save_part, write_atomically
+from ..runs import RunFiles, main_score, write_atomically
 from ..server import Reports, admit, norm
+from ..server.accounting import composed
+from ..server.privacy import Central, Local
+from ..server.secret import Ready, longest, private_mean, released
+from ..server.weighting import BySamples
 from ..store import ClientStore
 from .local import LocalEngine, complete, draw_cohort
+from .terms import Terms
 from .wire import (
     Refused,
     Report,
@@ -57,37 +63,23 @@ Members = dict[int, int]  # client id -> Flower's id of its node
 SERVE = "ATOLL_SERVE"  # environment: the file in which `atoll serve` tells the ServerApp what to do
 _POLL = 0.1  # seconds between looks for answers
 _WAIT = 1.0  # seconds between looks for clients
-_INTRODUCTION = 30.0  # seconds a node without a key may take to say who it is
-_KEPT = 3  # rounds a client can go back, if its server does
+_END_LIMIT = 30.0  # seconds the processes of a killed server may take to end
+_INTRODUCTION = 120.0  # seconds a node without a key may take to say who it is
 
 _log = logging.getLogger("atoll")
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What a server asks of its clients."""
-
-    min_clients: int = 2
-    """a round begins when at least so many clients are connected"""
-    deadline: float = 600.0
-    """seconds a round waits for answers; who has not answered then is left out of it"""
-    norm_bound: float = 10.0
-    """an update is refused if it is longer than so many times the shared model, whose length counts as 1 at least"""
-
-    def __post_init__(self) -> None:
-        require(self.min_clients >= 1, f"min_clients is {self.min_clients}; it must be at least 1")
-        require(self.deadline > 0, f"deadline is {self.deadline}; it must be positive")
-        require(self.norm_bound > 0, f"norm_bound is {self.norm_bound}; it must be positive")
 
 
 def check_deployable(f: Federation) -> None:
     """Refuse settings that make sense in a simulation only."""
     require(not f.algorithm.pooled, "this algorithm needs everybody's data in one place; choose another --algorithm")
-    require(
-        f.server.privacy is None,
-        f"server.privacy is {f.server.privacy}, but noise is drawn from the run's seed, which all clients know; "
-        "a Flower run has no privacy yet, leave it out",
-    )
+    rule = f.server.build()
+    if isinstance(rule.privacy, Local):
+        what = "measure is on" if f.measure else f"weighting is {f.server.weighting}"
+        require(
+            not (f.measure or rule.weighting.informed),
+            f"server.privacy is local, but {what}: clients would send their losses, which have no noise; "
+            "choose another weighting, or central privacy",
+        )
 
 
 class FlowerRun(Run):
@@ -107,7 +99,8 @@ class FlowerRun(Run):
         known: Mapping[bytes, int] | None,
     ) -> None:
         check_deployable(federation)
-        super().__init__(federation, engine)
+        f = federation
+        super().__init__(f, engine, f.problem.build_form(f.clients, f.new_clients, f.seed))
         require(
             terms.min_clients <= federation.clients,
             f"min_clients is {terms.min_clients}, but the federation has {federation.clients} clients; lower it",
@@ -118,14 +111,27 @@ class FlowerRun(Run):
         self._settings = json.dumps(federation.config())
         self._claims: dict[int, int | None] = {}
         self._scored: dict[str, np.ndarray] = {}
+        self._shared: list[dict[str, float]] = []
+        self._privacy, self._asked = self.rule.privacy, Counter[int]()
+        if self._privacy is not None:  # with local privacy nothing is left to do here
+            private = Ready() if isinstance(self._privacy, Central) else None
+            self.rule = dataclasses.replace(self.rule, privacy=private)
 
     def reopen(self, path: Path) -> None:
         """As any run, and under the name by which clients know it."""
         file = path / "flower.json"
         if file.exists():
             self.name = json.loads(file.read_text())["run"]
+            asked = json.loads(file.read_text()).get("asked", {})
+            self._asked.update({int(client): times for client, times in asked.items()})
         super().reopen(path)
-        write_atomically(file, json.dumps({"run": self.name}) + "\n")
+        self._remember()
+
+    def _remember(self) -> None:
+        if self.files:
+            write_atomically(
+                self.files.path / "flower.json", json.dumps({"run": self.name, "asked": self._asked}) + "\n"
+            )
 
     def advance(self, watch: Watcher | None = None, checkpoint_every: int = 1) -> None:
         """As any run, but Ctrl-C ends it at once: a round may wait for clients that never come."""
@@ -141,6 +147,8 @@ class FlowerRun(Run):
         trainees = sorted(client for client in present if client < self._clients)
         seats = self.seated(round_, trainees)
         asked = {int(client): present[int(client)] for client in seats if int(client) in present}
+        self._asked.update(list(asked))
+        self._remember()  # before anything leaves: what is asked again after a kill costs privacy again
         uploads, refused = self._ask(
             "train", asked, state.params, round_, lambda message, task: read_trained(message, task, state.params)
         )
@@ -153,7 +161,19 @@ class FlowerRun(Run):
         seconds = {"clients": trained - start, "busiest_client": busiest, "server": time.monotonic() - trained}
         took = time.monotonic() - start
         _log.info("round %d: %d of %d counted, %.1f s", round_, record["counted"], len(seats), took)
-        return record | {"seconds": {name: round(value, 3) for name, value in seconds.items()}}
+        return record | self._spent() | {"seconds": {name: round(value, 3) for name, value in seconds.items()}}
+
+    def _spent(self) -> Record:
+        """What privacy has cost the client that was asked most often.
+
+        The account counts on no luck in being drawn: clients know the seed that draws, and who is connected decides.
+        """
+        if self._privacy is None:
+            return {}
+        times, delta = max(self._asked.values(), default=0), self._terms.delta
+        epsilon = composed({self._privacy.noise: times}, delta)
+        known = {"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta, "participations": times}
+        return {"privacy": {"noise": "secret", **known}}
 
     def seated(self, round_: int, present: list[int]) -> np.ndarray:
         """The clients [C] of a round: drawn from those present, as a simulation would if they were all there are.
@@ -178,12 +198,14 @@ class FlowerRun(Run):
         answers, _ = self._ask(
             "evaluate", asked, self.params, self.round, lambda message, task: read_scored(message, task, steps)
         )
-        names = set.intersection(*(set(scores) for scores in answers.values())) if answers else set()
-        answered = {name: np.array([i for i in part if int(i) in answers], int) for name, part in chosen.items()}
+        told = {client: scores for client, (scores, _) in answers.items() if scores}
+        self._shared = [shared for _, shared in answers.values() if shared]
+        names = set.intersection(*(set(scores) for scores in told.values())) if told else set()
+        answered = {name: np.array([i for i in part if int(i) in told], int) for name, part in chosen.items()}
         self._scored = {name: part for name, part in answered.items() if len(part)}
         record = self.scored(
             {
-                group: {name: np.stack([answers[int(i)][name] for i in part]) for name in sorted(names)}
+                group: {name: np.stack([told[int(i)][name] for i in part]) for name in sorted(names)}
                 for group, part in self._scored.items()
             }
         )
@@ -195,6 +217,15 @@ class FlowerRun(Run):
     def groups(self) -> dict[str, np.ndarray]:
         """The clients that answered the last evaluation."""
         return self._scored
+
+    def shared_scores(self) -> dict[str, Any]:
+        """As in a simulation; where the clients' data are their own, from what they tell, by test samples."""
+        if not hasattr(self.problem, "tests") or int(self.problem.tests):
+            return super().shared_scores()
+        told = [scores for scores in self._shared if scores["samples"] and np.isfinite(list(scores.values())).all()]
+        weights = [scores["samples"] for scores in told]
+        names = set.intersection(*(set(scores) for scores in told)) - {"samples"} if told else set()
+        return {name: np.average([scores[name] for scores in told], weights=weights) for name in sorted(names)}
 
     def _gathered(self) -> Members:
         """The clients connected, once they are enough."""
@@ -287,6 +318,8 @@ class FlowerRun(Run):
     ) -> tuple[Trained, Reports, Any]:
         """Uploads as the simulation's cohort would give them; clients that are refused or silent are not alive."""
         bound = self._terms.norm_bound * max(1.0, norm(shared))
+        if isinstance(self._privacy, Local):
+            bound = longest(self._privacy, shared)
         sound = {client: update for client, (update, report) in uploads.items() if report.alive}
         good, stacked, reasons = admit(sound, shared, bound)
         failed = (client for client, (_, report) in uploads.items() if report.answered and not report.alive)
@@ -307,71 +340,52 @@ class FlowerRun(Run):
         columns: list[Any] = [np.array(values) for values in zip(*said, strict=True)]
         column: Any = Report(*columns)
         loss, before, after = (values.astype(np.float32) for values in (column.loss, column.before, column.after))
-        alive = np.isin(np.arange(len(seats)), rows) & column.answered & np.isfinite(loss)
+        alive = np.isin(np.arange(len(seats)), rows) & column.answered
+        if not isinstance(self._privacy, Local):  # then clients keep their losses
+            alive &= np.isfinite(loss)
         if self.measured:
             alive &= np.isfinite(before) & np.isfinite(after)
+        if isinstance(self._privacy, Central):
+            mean = private_mean(self._privacy, [sound[int(client)] for client in seats[alive]], len(seats), shared)
+            update = jax.tree.map(lambda rows, first: np.concatenate([first[None], rows[1:]]), update, mean)
         losses: Any = (before, after) if self.measured else (None, None)
         reports: Any = (column.samples.astype(np.int32), loss, alive, seats, *losses)
         return Trained(update, None, loss), Reports(*reports), column.answered | np.isin(seats, list(refused))
 
 
-class Home:
-    """A client's own folder, with what it keeps after each of its rounds, by run.
-
-    A client that is asked for a round again, after its server was restarted, starts from what it kept before it.
-    """
-
-    def __init__(self, folder: Path, run: str) -> None:
-        self._folder = folder / run
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def read(self, before: int, newcomer: Params) -> Params:
-        """What the client kept at the last round before `before`, or a `newcomer`'s."""
-        for path in reversed([path for round_, path in self._files() if round_ < before]):
-            try:
-                return load_part(path, "own", newcomer)
-            except AtollError as error:
-                warnings.warn(f"{error}; going back to the round before", stacklevel=2)
-        return newcomer
-
-    def write(self, round_: int, own: Params) -> None:
-        """Keep `own` after a round; what was kept at it or later before is void."""
-        for later, path in self._files():
-            if later > round_:
-                path.unlink()
-        save_part(self._folder / f"own-{round_:08d}.npz", "own", own)
-        for _, path in self._files()[:-_KEPT]:
-            path.unlink()
-
-    def _files(self) -> list[tuple[int, Path]]:
-        return [(int(path.stem.split("-")[1]), path) for path in sorted(self._folder.glob("own-*.npz"))]
-
-
 def train(message: Message, context: Context) -> Message:
     """A client's round."""
     start = time.monotonic()
-    task, run, home = _opened(message, context)
-    one = np.array([task.client])
-    newcomer = run.federation.algorithm.init(run.params)
-    own = _row(home.read(task.round, newcomer))
-    learned = complete(run.engine.train(run.work, run.params, one, own, task.round, run.measured))
+    task, run, home = _opened(message, context, again=True)
+    one, privacy = np.array([task.client]), run.rule.privacy
+    local = privacy if isinstance(privacy, Local) else None
+    if local is not None:
+        Limits.of(context.node_config).spend(_folder(context), local)
+    learned = complete(run.engine.train(run.work, run.params, one, run.own(one), task.round, run.measured))
     trained, reports, answered = jax.device_get(learned)
     alive = bool(reports.alive[0])
-    if alive and jax.tree.leaves(newcomer):
-        home.write(task.round, jax.tree.map(lambda leaf: leaf[0], trained.own))
+    if alive and not run.store.empty_handed:
+        home.write(task.round, _first(trained.own))
     before, after = (math.nan if loss is None else float(loss[0]) for loss in (reports.before, reports.after))
-    samples, loss = int(reports.samples[0]), float(trained.loss[0])
+    samples, loss, update = int(reports.samples[0]), float(trained.loss[0]), _first(trained.update)
+    if local is not None:  # neither the loss nor whether training failed may leave: they have no noise
+        update, alive, loss = released(local, update), True, math.nan
+        samples = samples if isinstance(run.rule.weighting, BySamples) else 1
     report = Report(samples, loss, alive, bool(answered[0]), before, after, time.monotonic() - start)
-    return trained_reply(message, task, jax.tree.map(lambda leaf: leaf[0], trained.update), report)
+    return trained_reply(message, task, update, report)
 
 
 def evaluate(message: Message, context: Context) -> Message:
-    """A client's scores, with its own model where the algorithm has one."""
-    task, run, home = _opened(message, context)
-    own = _row(home.read(task.round + 1, run.federation.algorithm.init(run.params)))
-    about = (np.array([task.client]), own, task.round, run.federation.evaluation.steps, run.rate())
-    scores = complete(run.engine.evaluate(run.scoring, run.params, *about))
-    return scored_reply(message, task, {name: table[0] for name, table in scores.items()})
+    """A client's scores, with its own model where the algorithm has one; under local privacy it keeps them."""
+    task, run, _ = _opened(message, context, again=False)
+    if isinstance(run.rule.privacy, Local) and not Limits.of(context.node_config).share_scores:
+        return scored_reply(message, task, {}, {})
+    scores = run.score(np.array([task.client]))
+    shared: dict[str, float] = {}
+    if "data" in context.node_config:  # else the server has the data itself
+        shared = {name: float(value) for name, value in run.shared_scores().items()}
+        shared["samples"] = float(run.problem.tests)
+    return scored_reply(message, task, {name: table[0] for name, table in scores.items()}, shared)
 
 
 def introduce(message: Message, context: Context) -> Message:
@@ -381,7 +395,7 @@ def introduce(message: Message, context: Context) -> Message:
 
 
 def client_app() -> ClientApp:
-    """The ClientApp; the node's config says `client-id` and `client-dir`."""
+    """The ClientApp; the node's config says `client-id`, `client-dir` and what `atoll join` has flags for."""
     app = ClientApp()
     app.train()(train)
     app.evaluate()(evaluate)
@@ -390,53 +404,100 @@ def client_app() -> ClientApp:
 
 
 def server_app() -> ServerApp:
-    """The ServerApp; the environment names the file with its orders."""
+    """The ServerApp; the environment names the file with its orders, or the app's config holds them."""
     app = ServerApp()
     app.main()(_serve)
     return app
 
 
+def prepare(directory: Path, f: Federation) -> None:
+    """A run's directory with the settings in it; one that is there must have the same, but for the rounds."""
+    content = {"federation": f.config()}
+    if not (directory / "config.json").exists():
+        RunFiles.create(directory, content).close()
+        return
+    f.check_same(directory, any_rounds=True)
+    end = time.monotonic() + _END_LIMIT
+    while True:
+        try:
+            files = RunFiles(directory)
+            break
+        except AtollError:  # the processes of a server that was killed may not have ended yet
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+    files.write_config(content)
+    files.close()
+
+
 def _serve(grid: Grid, context: Context) -> None:
-    """Train the run that `atoll serve` prepared, from its newest checkpoint on."""
-    del context
-    orders = json.loads(Path(os.environ[SERVE]).read_text())
-    path = Path(orders["directory"])
-    _log.addHandler(logging.FileHandler(path / "server.log"))
+    """Train the run that `atoll serve` prepared, or the one of an exported app, from its newest checkpoint on."""
+    path, known, terms = _orders(context)
+    handlers = (logging.FileHandler(path / "server.log"), logging.StreamHandler())
+    for handler in handlers:
+        _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
-    known = None if orders["keys"] is None else {bytes.fromhex(key): client for key, client in orders["keys"].items()}
-    run = FlowerRun(federation, LocalEngine.of(), grid, Terms(**orders["terms"]), known)
+    run = FlowerRun(federation, LocalEngine.of(), grid, terms, known)
     run.reopen(path)
     try:
         run.advance()
     finally:
         run.close()
+        for handler in handlers:
+            _log.removeHandler(handler)
+            handler.close()
+
+
+def _orders(context: Context) -> tuple[Path, dict[bytes, int] | None, Terms]:
+    """The run's directory, the clients' keys (None: believe what nodes say), and the terms."""
+    if SERVE in os.environ:
+        orders = json.loads(Path(os.environ[SERVE]).read_text())
+        keys = orders["keys"]
+        known = None if keys is None else {bytes.fromhex(key): client for key, client in keys.items()}
+        return Path(orders["directory"]), known, Terms(**orders["terms"])
+    config: dict[str, Any] = dict(context.run_config)
+    terms = {f.name: config[f.name.replace("_", "-")] for f in dataclasses.fields(Terms)}
+    federation = Federation.from_config(json.loads(config["federation"]))
+    path = Path(config["run"]).resolve()
+    prepare(path, dataclasses.replace(federation, rounds=config["rounds"]))
+    return path, None, Terms(**terms)
 
 
 @lru_cache(maxsize=1)
-def _run(settings: str) -> Run:
+def _run(settings: str, client: int, brings: Brings) -> Run:
     """A client's side of the federation."""
-    federation = Federation.from_config(json.loads(settings))
-    check_deployable(federation)
-    return Run(federation, LocalEngine.of().sized(1))
+    run = member(settings, client, brings)
+    check_deployable(run.federation)
+    return run
 
 
-def _opened(message: Message, context: Context) -> tuple[Task, Run, Home]:
-    """A task, the run that it belongs to with the shared model it brought, and the client's folder."""
+def _opened(message: Message, context: Context, again: bool) -> tuple[Task, Run, Home]:
+    """A task, the run that it belongs to with the shared model it brought, and the client's folder.
+
+    `again` says that the round itself is to come, so that what the client kept at it, if anything, is void.
+    """
     task, model = read_task(message)
-    client = _client(context)
+    client, brings = _client(context), Brings.of(context.node_config)
     if task.client != client:
         raise Refused(f"it is for client {task.client}, this is client {client}")
-    run = _run(task.settings)
-    last = run.problem.population - 1
-    require(client <= last, f"client-id is {client}; this federation's are 0..{last}")
-    shared = jax.device_put(unpack(model, run.params), run.engine.devices[0])
-    run.state, run.round = run.state._replace(params=shared), task.round
-    return task, run, Home(Path(str(context.node_config["client-dir"])), task.run)
+    run, home = _run(task.settings, client if any(brings) else 0, brings), Home(_folder(context), task.run)
+    check_id(run.federation, client)
+    Limits.of(context.node_config).check(run.rule.privacy)
+    shared = unpack(model, run.params)
+    home.receive(client, brings, task.settings, task.round - again, shared)
+    recall(run, home, client, task.round, shared, task.round if again else task.round + 1)
+    return task, run, home
+
+
+def _folder(context: Context) -> Path:
+    return Path(str(context.node_config.get("client-dir") or f"client-{_client(context)}"))
 
 
 def _client(context: Context) -> int:
-    return int(context.node_config["client-id"])
+    """The client's id; `partition-id` is what Flower's own tools call it."""
+    config = context.node_config
+    return int(config["client-id"] if "client-id" in config else config["partition-id"])
 
 
 def _claim(message: Message) -> int:
@@ -447,5 +508,5 @@ def _claim(message: Message) -> int:
     return int(claim[0])
 
 
-def _row(tree: Params) -> Params:
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[None], tree)
+def _first(tree: Params) -> Params:
+    return jax.tree.map(lambda leaf: leaf[0], tree)

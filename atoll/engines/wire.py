@@ -78,22 +78,31 @@ def read_trained(message: Message, task: Task, template: Params) -> tuple[Params
     return unpack(_arrays(message, "update"), template), report
 
 
-def scored_reply(message: Message, task: Task, scores: Mapping[str, np.ndarray]) -> Message:
-    """The answer to a task to evaluate: scores after 0, 1, ... adaptation steps, by name."""
+def scored_reply(
+    message: Message, task: Task, scores: Mapping[str, np.ndarray], shared: Mapping[str, float] | None = None
+) -> Message:
+    """The answer to a task to evaluate: scores after 0, 1, ... adaptation steps, and the shared model's, by name."""
     table = MetricRecord({name: [float(value) for value in row] for name, row in scores.items()})
-    return Message(RecordDict({"scores": table, "answer": ConfigRecord(_names(task))}), reply_to=message)
+    common = MetricRecord(dict(shared or {}))
+    answer = ConfigRecord(_names(task))
+    return Message(RecordDict({"scores": table, "shared": common, "answer": answer}), reply_to=message)
 
 
-def read_scored(message: Message, task: Task, steps: int) -> dict[str, np.ndarray]:
-    """Scores [steps + 1] by name of the answer to `task`."""
+def read_scored(message: Message, task: Task, steps: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Scores [steps + 1] by name of the answer to `task`, and the shared model's; none if the client keeps them."""
     _answer(message, task)
     table = message.content.metric_records.get("scores")
     if table is None:
         raise Refused("it has no scores")
     scores = {name: np.asarray(row, np.float64) for name, row in table.items()}
-    if "loss" not in scores or any(row.shape != (steps + 1,) for row in scores.values()):
+    known = not scores or any(name in scores for name in ("accuracy", "return", "loss"))
+    if not known or any(row.shape != (steps + 1,) for row in scores.values()):
         raise Refused(f"its scores are not those of {steps} adaptation steps")
-    return scores
+    told: Mapping[str, Any] = message.content.metric_records.get("shared") or {}
+    shared = {name: value for name, value in told.items() if isinstance(value, float)}
+    if len(shared) < len(told) or not 0 <= shared.get("samples", 0.0) <= _MOST_SAMPLES:
+        raise Refused("its scores of the shared model are not numbers")
+    return scores, shared
 
 
 def pack(tree: Params) -> ArrayRecord:

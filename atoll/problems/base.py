@@ -8,9 +8,11 @@ compiled program, never constants inside it. Where `outside` is set, `collect` i
 between compiled programs with arrays, and it may do anything, such as run a physics engine.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
+
+from ..errors import AtollError
 
 Params = Any  # a pytree of arrays; problems whose models have a head keep it under params["head"]
 Data = Any  # what `collect` returns: a pytree with a leading client axis, or one client's slice of it
@@ -76,6 +78,13 @@ class Problem(Protocol):
         ...
 
 
+class Own(NamedTuple):
+    """What a client brings to a federation: samples (x, y, x_test, y_test), or a task as JSON content."""
+
+    samples: tuple[Any, Any, Any, Any] | None = None
+    task: Any = None
+
+
 class ProblemSettings:
     """Base of problems as written in a recipe, before their data is loaded."""
 
@@ -88,3 +97,16 @@ class ProblemSettings:
     def build(self, clients: int, new_clients: int, seed: int) -> Problem:
         """The problem with `clients` for training and `new_clients` after them that training never sees."""
         raise NotImplementedError
+
+    def build_form(self, clients: int, new_clients: int, seed: int) -> Problem:
+        """The problem as a server of real clients needs it: the model's form. What clients bring may be missing."""
+        return self.build(clients, new_clients, seed)
+
+    def build_own(self, clients: int, new_clients: int, seed: int, client: int, own: Own) -> Problem:
+        """The problem as the machine of `client` needs it, who brings `own`; of other clients it may hold nothing."""
+        del client
+        if own.samples is not None:
+            raise AtollError("this federation's clients have no data; join without --data")
+        if own.task is not None:
+            raise AtollError("this federation's clients have no tasks; join without --task")
+        return self.build(clients, new_clients, seed)

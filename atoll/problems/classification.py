@@ -12,7 +12,7 @@ import tyro
 from ..errors import AtollError, require, unknown
 from ..settings import parse_spec, spec
 from ..shuffle import shuffled
-from .base import Params, ProblemSettings, Purpose
+from .base import Own, Params, ProblemSettings, Purpose
 from .data import DATASETS, Dataset, Federated, from_folder, load
 from .models import MODELS, Model
 from .partition import PARTITIONS, Partition
@@ -21,6 +21,36 @@ _SCORE_CHUNK = 64  # samples scored at a time: bounds memory, and wastes little 
 _ORDER_STEP = 1 << 15  # lengths of index lists are multiples of it
 _NEW_CLIENTS = 31  # names the random numbers that choose them, apart from the partition's own
 Scaling = Literal["unit", "standard", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Data that clients bring themselves (`atoll join --data`): the shape of a sample and the number of classes."""
+
+    shape: tuple[int, ...] = (28, 28, 1)
+    classes: int = 10
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.shape) > 0 and min(self.shape) >= 1, f"shape is {self.shape}; give a sample's, e.g. (28, 28, 1)"
+        )
+        require(self.classes >= 2, f"classes is {self.classes}; there must be at least 2")
+
+    def check(self, own: tuple[Any, Any, Any, Any]) -> None:
+        """Refuse a client's (x, y, x_test, y_test) that the model cannot take."""
+        x, y, _, y_test = own
+        require(
+            x.shape[1:] == self.shape,
+            f"the client's samples have shape {x.shape[1:]}, this federation's {self.shape}; convert the data",
+        )
+        top = max(y.max(), y_test.max())
+        require(
+            top < self.classes,
+            f"the client's labels go up to {top}, this federation's are 0..{self.classes - 1}; convert the data",
+        )
+
+
+OWN = {"own": Form}
 
 
 class Shard(NamedTuple):
@@ -156,7 +186,8 @@ class Classification(ProblemSettings):
     """Images or other arrays with labels, dealt out to clients."""
 
     data: Annotated[str | Dataset | Federated, tyro.conf.arg(constructor=str, metavar="NAME|DIR")] = "mnist"
-    """mnist, cifar100, glyphs or another that `atoll list` shows, or a folder with one .npz (x, y) per client"""
+    """mnist, cifar100, glyphs or another that `atoll list` shows, a folder with one .npz (x, y) per client, or
+    own(shape=(28, 28, 1), classes=10): what real clients join with"""
     partition: Annotated[str | Partition, tyro.conf.arg(constructor=str, metavar="SPEC")] = "per-fedavg"
     """who holds what, e.g. iid or dirichlet(alpha=0.3); `atoll list` shows all (a folder's clients keep their own)"""
     model: Annotated[str | Model, tyro.conf.arg(constructor=str, metavar="SPEC")] = "mlp(widths=(80, 60))"
@@ -181,22 +212,62 @@ class Classification(ProblemSettings):
                 "data given as arrays cannot be written into a config; save one .npz per client and name the folder"
             )
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.data not in DATASETS:
+        if self.data not in DATASETS and self._form() is None:
             fields["data"] = f"{Path(self.data).resolve()}/"  # the run may be resumed from another folder
         return fields | {"partition": spec(PARTITIONS, self.partition), "model": spec(MODELS, self.model)}
 
     def build(self, clients: int, new_clients: int, seed: int) -> ClassificationProblem:
         """Load the data and deal it out; a pure function of the settings and `seed`."""
-        total = clients + new_clients
-        model = parse_spec("model", MODELS, self.model)
         data, train, test = self.deal(clients, new_clients, seed)
-        poorest = min(range(total), key=lambda client: len(test[client]))
+        poorest = min(range(len(test)), key=lambda client: len(test[client]))
+        self._check_tests(poorest, len(test[poorest]))
+        return self._problem(data, train, test, self._scaling(data.x))
+
+    def build_form(self, clients: int, new_clients: int, seed: int) -> ClassificationProblem:
+        """Without any sample, where clients bring their own."""
+        form = self._form()
+        if form is None:
+            return self.build(clients, new_clients, seed)
+        none = [np.zeros(0, int)] * (clients + new_clients)
+        x, y = np.zeros((0, *form.shape), np.float32), np.zeros(0, np.int32)
+        return self._problem(Dataset("own", x, y, x, y, form.classes), none, none, (0.0, 1.0))
+
+    def build_own(self, clients: int, new_clients: int, seed: int, client: int, own: Own) -> ClassificationProblem:
+        """With the samples of `client` alone, where clients bring their own; scaled by what it holds itself."""
+        require(own.task is None, "this federation's clients have data, not tasks; join with --data instead of --task")
+        form = self._form()
+        if form is None:
+            require(
+                own.samples is None,
+                f"this federation's data is '{self.data}', dealt out by id; join without --data, or have the server "
+                "say --problem.data 'own(shape=(28, 28, 1), classes=10)'",
+            )
+            return self.build(clients, new_clients, seed)
+        require(own.samples is not None, "this federation's clients bring their own data; join with --data DIR")
+        assert own.samples is not None
+        form.check(own.samples)
+        x, y, x_test, y_test = own.samples
+        self._check_tests(client, len(y_test))
+        none, others = [np.zeros(0, int)], clients + new_clients - client - 1
+        train, test = ([*none * client, np.arange(len(part)), *none * others] for part in (y, y_test))
+        return self._problem(Dataset("own", x, y, x_test, y_test, form.classes), train, test, self._scaling(x))
+
+    def _form(self) -> Form | None:
+        """What clients must bring; None if the data is here."""
+        own = isinstance(self.data, str) and self.data.partition("(")[0].strip() in OWN
+        return parse_spec("data", OWN, self.data) if own else None  # type: ignore[return-value]
+
+    def _check_tests(self, client: int, count: int) -> None:
         require(
-            self.adapt == "train" or len(test[poorest]) >= 2,
-            f"adapt is 'test', but client {poorest} has {len(test[poorest])} test sample: it cannot adapt on one and "
+            self.adapt == "train" or count >= 2,
+            f"adapt is 'test', but client {client} has {count} test sample: it cannot adapt on one and "
             "score on another; use adapt train, or a partition with larger clients",
         )
-        shift, scale = self._scaling(data.x)
+
+    def _problem(
+        self, data: Dataset, train: list[np.ndarray], test: list[np.ndarray], scaling: tuple[Any, Any]
+    ) -> ClassificationProblem:
+        total, (shift, scale) = len(train), scaling
         held_out = [len(data.x) + np.asarray(shard) for shard in test]
         whole_test = np.arange(len(data.x), len(data.x) + len(data.x_test))
         ends = np.cumsum([0] + [len(shard) for shard in [*train, *held_out]])
@@ -211,7 +282,7 @@ class Classification(ProblemSettings):
             tests=jnp.asarray(len(whole_test), jnp.int32),
             shift=jnp.asarray(shift, jnp.float32),
             scale=jnp.asarray(scale, jnp.float32),
-            model=model,
+            model=parse_spec("model", MODELS, self.model),
             classes=data.classes,
             batch=self.batch,
             adapt=self.adapt,
@@ -241,6 +312,11 @@ class Classification(ProblemSettings):
         assert isinstance(self.data, str)
         if self.data in DATASETS:
             return load(self.data)
+        require(
+            self._form() is None,
+            f"data is {self.data}, which only real clients have (atoll serve, atoll join --data); "
+            "to simulate, choose a data set or a folder",
+        )
         if "/" in self.data or self.data.startswith("."):
             return from_folder(self.data, seed=seed)
         raise unknown("data set (a folder is written with a '/')", self.data, DATASETS)

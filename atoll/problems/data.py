@@ -369,6 +369,24 @@ def from_folder(path: str | Path, test_fraction: float = 0.25, seed: int = 0, cl
     return _federate(folder.resolve().name, {f.stem: _read_npz(f) for f in files}, test_fraction, seed, classes)
 
 
+def from_client(path: str | Path, test_fraction: float | None = None, seed: int = 0) -> tuple[Array, ...]:
+    """One client's own (x, y, x_test, y_test), checked: an .npz as in `from_folder`, or a folder with just one.
+
+    A file without x_test and y_test needs a `test_fraction` to hold out.
+    """
+    found = Path(path).expanduser()
+    files = sorted(found.glob("*.npz")) if found.is_dir() else [found]
+    require(found.exists(), f"'{found}' does not exist; give an .npz with arrays x and y, or a folder that holds it")
+    require(len(files) == 1, f"'{found}' holds {len(files)} .npz files; put one there, with the client's own x and y")
+    arrays = _read_npz(files[0])
+    require(
+        len(arrays) == 4 or test_fraction is not None,
+        f"{files[0]} has no x_test and y_test; add them, or have a part held out: --test-fraction 0.25",
+    )
+    own = _federate(files[0].stem, {files[0].stem: arrays}, test_fraction or 0.25, seed, None).data
+    return own.x, own.y, own.x_test, own.y_test
+
+
 def _read_npz(path: Path) -> tuple[Array, ...]:
     """(x, y) or (x, y, x_test, y_test)."""
     try:

@@ -19,7 +19,7 @@ from ..machine import cores
 from ..rl.objective import BASELINES, Baseline, Objective
 from ..rl.policies import POLICIES, Categorical, Policy
 from ..settings import parse_spec, spec
-from .base import ProblemSettings
+from .base import Own, ProblemSettings
 from .reinforcement import ReinforcementProblem, check_experience
 
 if TYPE_CHECKING:
@@ -125,6 +125,21 @@ class Gym(ProblemSettings):
             episode_steps=self.episodes * self.horizon,
             batches=self.batches,
         )
+
+    def build_form(self, clients: int, new_clients: int, seed: int) -> ReinforcementProblem:
+        """With the first task of a list for all: only the form of its environment matters."""
+        if not isinstance(self.tasks, list):
+            return self.build(clients, new_clients, seed)
+        return dataclasses.replace(self, tasks=self.tasks[:1] * (clients + new_clients)).build(
+            clients, new_clients, seed
+        )
+
+    def build_own(self, clients: int, new_clients: int, seed: int, client: int, own: Own) -> ReinforcementProblem:
+        """With the task that `client` brings; then no other client's is looked at."""
+        require(own.samples is None, "this federation's clients have tasks, not data; join without --data")
+        if own.task is None:
+            return self.build(clients, new_clients, seed)
+        return dataclasses.replace(self, tasks=[own.task] * (clients + new_clients)).build(clients, new_clients, seed)
 
     def _deal(self, clients: int, new_clients: int, seed: int) -> list[Any]:
         """One task per client; a task that is drawn depends on `seed` and the client alone."""

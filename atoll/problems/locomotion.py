@@ -1,6 +1,7 @@
 """Locomotion: clients with the same body and different tasks, a direction or a speed to run at (FMRL, MAML)."""
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
@@ -11,10 +12,11 @@ from ..rl.bodies import DYNAMICS, TASKS, Dynamics, World
 from ..rl.objective import BASELINES, Baseline, Objective
 from ..rl.policies import POLICIES, Gaussian, Policy
 from ..settings import parse_spec, spec
-from .base import ProblemSettings
+from .base import Own, ProblemSettings
 from .reinforcement import ReinforcementProblem, Sampler, check_experience
 
 _SAMPLERS = ("native", "warp")
+_DIRECTIONS = {"forward": 1, "backward": -1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,24 @@ class Locomotion(ProblemSettings):
             episode_steps=self.episodes * self.horizon,
             batches=self.batches,
         )
+
+    def build_own(self, clients: int, new_clients: int, seed: int, client: int, own: Own) -> ReinforcementProblem:
+        """With the task that `client` brings in place of the one drawn for it."""
+        require(own.samples is None, "this federation's clients have tasks, not data; join without --data")
+        problem = self.build(clients, new_clients, seed)
+        if own.task is None:
+            return problem
+        return dataclasses.replace(problem, tasks=problem.tasks.at[client].set(self._own_task(own.task)))
+
+    def _own_task(self, task: Any) -> float:
+        """The number that stands for a direction or a speed."""
+        if World(self.task).directed:
+            value = _DIRECTIONS.get(task, task) if isinstance(task, str) else task
+            require(value in (-1, 1), f"task is {task!r}, but in {self.task} it is forward (1) or backward (-1)")
+            return float(value)
+        number = isinstance(task, int | float) and not isinstance(task, bool) and math.isfinite(task)
+        require(number, f"task is {task!r}, but in {self.task} it is a speed, such as 1.5")
+        return float(task)
 
     def _sampler(self, world: World) -> Sampler:
         if self.sampler == "native":

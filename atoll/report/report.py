@@ -35,10 +35,10 @@ def read_run(path: Path) -> Logged:
     """Read the files of the run at `path`."""
     config = RunFiles.read_config(path)
     metrics = read_lines(path / "metrics.jsonl")
-    evaluations = [record for record in metrics if "evaluation" in record]
-    clients = read_lines(path / "clients.jsonl")
+    evaluations = [record for record in metrics if record.get("evaluation", {}).get("seen")]
+    clients = [record for record in read_lines(path / "clients.jsonl") if "seen" in record]
     if not evaluations or not clients:
-        raise AtollError(f"{path} has no evaluation yet; let it run, or continue it: atoll resume {path}")
+        raise AtollError(f"{path} has no scores of clients; let it run, or continue it: atoll resume {path}")
     rounds = [record for record in metrics if "evaluation" not in record]
     return Logged(path.name, config, rounds, evaluations, clients[-1])
 

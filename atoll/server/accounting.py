@@ -18,6 +18,7 @@ The parts of the account:
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,12 @@ def spent(
         sampled = cohort < clients and 0 < known < math.inf
         return min(known, _sampled_epsilon(ratio, rounds, cohort / clients, delta)) if sampled else known
     raise AtollError(f"the privacy {type(privacy).__name__} has no account; only central and local have one")
+
+
+def composed(times: Mapping[float, int], delta: float) -> float:
+    """The epsilon of one client's updates under local privacy: so many `times` for each noise."""
+    total = sum(count * (2 / noise) ** 2 if noise else math.inf for noise, count in times.items() if count)
+    return _gaussian_epsilon(1 / math.sqrt(total), 1, delta) if total else 0.0
 
 
 def noise_for(

@@ -6,7 +6,7 @@ Central: McMahan et al., Learning Differentially Private Recurrent Language Mode
 
 Not protected: what a run logs beside the model (training loss, who was refused, scores), and how much data a client
 has. And noise protects only from those who cannot compute it: a simulation draws it from the run's seed, so that it
-can be repeated; where the privacy is real, the key must come from a secret source such as `os.urandom`.
+can be repeated; where clients are real, `atoll.server.secret` draws it from the operating system's randomness.
 """
 
 from typing import Any
@@ -103,8 +103,8 @@ class Local(Privacy):
     The server never sees a raw update and need not be trusted. Whatever it makes of what it got keeps the guarantee, so
     every weighting may be used; a uniform mean of n clients carries noise of deviation ``noise * clip / sqrt(n)``.
 
-    `combine` plays the clients' part too, as a simulation must. A server whose clients call `release` on their own
-    machines has nothing left to add: its rule has no privacy.
+    `combine` plays the clients' part too, as a simulation must. A server whose clients do it on their own machines has
+    nothing left to add: its rule has no privacy.
     """
 
     clip: float = 1.0
