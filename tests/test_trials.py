@@ -12,7 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
+from atoll.cli import main
 from atoll.engines.local import LocalEngine
 from atoll.errors import AtollError
 from atoll.experiments.frl import Table1
@@ -84,14 +86,10 @@ def test_both_settings_are_one_program_and_each_gets_its_own_numbers() -> None:
     many = Trials([SMALL, published], engine=LocalEngine.of(jax.local_devices()[:1], vectorised=True))
     alone = Trials([published])
     with jax.default_prng_impl("threefry2x32"):  # the other one depends on what is drawn beside it
-        for trials in (many, alone):
-            trials.advance()
-        together, [single] = many.results(), alone.results()
-    for record, own in zip(many.history, alone.history, strict=True):
-        assert record["validation"]["noised"][1] == own["validation"]["noised"]
-        assert record["training"]["loss"][1] == pytest.approx(own["training"]["loss"], rel=1e-3)
-    assert together[1].quiet == pytest.approx(single.quiet, rel=1e-4)
-    assert together[0].quiet != together[1].quiet
+        both, own = many.train(), alone.train()
+    for column, single in zip(both, own, strict=True):
+        assert column[1] == pytest.approx(single[0], rel=1e-3)
+        assert column[0] != pytest.approx(single[0], rel=1e-3)
     different = dataclasses.replace(SMALL, method="dqn-full")
     with pytest.raises(AtollError, match="differ in method"):
         Trials([SMALL, different])
@@ -127,3 +125,54 @@ def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
     longer = dataclasses.replace(item, epochs=3)
     assert longer.reproduce(lambda *_: None)
     assert json.loads(one.read_text())["epochs"] == 3
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    words = ["run", _config(folder, SMALL), "--method", "frl", "--epochs", "2", "--learning.noise.clip", "5"]
+    assert main([*words, "--runs-dir", str(folder), "--name", "done"]) == 0
+    return folder / "done"
+
+
+def test_a_run_ends_with_its_test(finished: Path) -> None:
+    assert len(json.loads((finished / "config.json").read_text())["experiments"]) == 1
+    *epochs, test = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [record["round"] for record in epochs] == [1, 2]
+    assert set(test["test"]) == {"quiet", "noised", "random"}
+    assert test["privacy"].startswith("no guarantee: a share of 0.5")
+    assert list(finished.glob("events.*"))
+
+
+def test_a_finished_run_is_named_and_can_train_on(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(finished)]) == 2
+    assert "finished at epoch 2; to train on, raise --epochs (now 2)" in capsys.readouterr().err
+    assert main(["report", str(finished)]) == 0
+    assert "| FRL-2: noise on every vector |" in capsys.readouterr().out
+    assert (finished / "curves.png").exists()
+
+
+def test_a_run_is_filmed(finished: Path) -> None:
+    assert main(["film", str(finished)]) == 0
+    with Image.open(finished / "film.gif") as film, Image.open(finished / "film.png") as picture:
+        assert film.size == picture.size
+        assert 2 <= film.n_frames <= 61
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "frl/grid-8", "--seed", "-1"], "seed is -1"),
+        (["run", "frl/grid-9"], "did you mean 'frl/grid-8'"),
+        (["run", "frl/grid-8", "--world.history", "-2"], "history is -2"),
+        (["compare", "frl/grid-8"], "frl/grid-8 is a vertical federation"),
+        (["sweep", "frl/grid-8", "--vary", "seed=1,2"], "frl/grid-8 is a vertical federation"),
+        (["reproduce", "frl/table1", "--sizes", "9"], "size is 9"),
+        (["reproduce", "frl/fig3", "--seeds", "0"], "seeds is 0"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1

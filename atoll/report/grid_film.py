@@ -108,7 +108,7 @@ def _telling(played: Sequence[Played]) -> list[int]:
 def _write(rows: Sequence[Row], widths: Sequence[int], frames: int, path: Path) -> Path:
     steps = max(len(scene.position) for _, scenes in rows for scene in scenes)
     last = _frame(rows, widths, frames, steps - 1)
-    palette = last.quantize(64, dither=Image.Dither.NONE)
+    palette = last.quantize(32, dither=Image.Dither.NONE)
     path.parent.mkdir(parents=True, exist_ok=True)
     last.save(path.with_suffix(".png"))
 
@@ -118,7 +118,7 @@ def _write(rows: Sequence[Row], widths: Sequence[int], frames: int, path: Path) 
 
     durations = [STEP] * (steps - 1) + [STEP + 2 * PAUSE]
     film = pictures()
-    next(film).save(path, format="GIF", save_all=True, append_images=film, duration=durations, loop=0, optimize=False)
+    next(film).save(path, format="GIF", save_all=True, append_images=film, duration=durations, loop=0, optimize=True)
     return path
 
 
@@ -139,6 +139,8 @@ def _frame(rows: Sequence[Row], widths: Sequence[int], frames: int, step: int) -
             _text(draw, (left, top + LINE), title, 11, INK if ended and scene.met else MUTED)
             _map(draw, scene, now, widths, (left, top + 2 * LINE))
             _views(draw, scene, now, widths, frames, (left, top + 2 * LINE + WIDTH + 6))
+    note = "ring: where an agent started; dim: what neither party sees; views: newest frame last"
+    _text(draw, (EDGE, size[1] - LINE), note, 10, MUTED)
     return image.resize(size, Image.Resampling.LANCZOS)
 
 

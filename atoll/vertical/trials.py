@@ -181,14 +181,14 @@ class Trials:
         trials = Trials(experiments)
         trials.files = RunFiles(path)
         try:
-            template = _plain(jax.eval_shape(trials._fresh))
-            restored = trials.files.restore(template)
+            form = jax.eval_shape(trials._fresh)
+            restored = trials.files.restore(_plain(form))
             trials.files.write_config({"experiments": [e.config() for e in experiments]})
         except BaseException:
             trials.close()
             raise
         if restored is not None:
-            trials.state = _revived(jax.eval_shape(trials._fresh), restored[1])
+            trials.state = _revived(form, restored[1])
             trials.history = read_lines(path / "metrics.jsonl")
         return trials
 
