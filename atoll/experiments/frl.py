@@ -29,7 +29,7 @@ from ..vertical import Experiment, GridWorld, Trials
 from ..vertical.gridworld import SIZES, Setting
 from ..vertical.text2action import Selection
 from ..vertical.training import MethodName
-from ..vertical.trials import Record
+from ..vertical.trials import Record, Watcher
 from .cells import Cell, Track, run_cells, verdict
 from .show import band, finish, header, row, shown, written
 
@@ -165,8 +165,8 @@ class Item:
     def jobs(self) -> dict[str, Job]:
         """All runs, by name; settings and repetitions of a world and method can train as one program."""
         found = {}
-        options = itertools.product(self.chosen, self.values, self.worlds, self.repetitions())
-        for method, value, (world, setting), number in options:
+        options = itertools.product(self.worlds, self.chosen, self.values, self.repetitions())
+        for (world, setting), method, value, number in options:
             experiment = dataclasses.replace(self.experiment(world, setting, number, value), method=method)
             if self.epochs:
                 training = dataclasses.replace(experiment.training, epochs=self.epochs)
@@ -175,7 +175,7 @@ class Item:
             about = {"world": world, "setting": setting, "method": method} | varied | {self.repeats: number}
             words = [word if isinstance(word, str) else f"{key}{word}" for key, word in about.items()]
             found["-".join(words)] = Job(experiment, about, (world, method, value))
-        return dict(sorted(found.items(), key=lambda item: [w for w, _ in self.worlds].index(item[1].about["world"])))
+        return found
 
     def reproduce(self, track: Track) -> bool:
         """Run what is missing; False if interrupted."""
@@ -440,7 +440,7 @@ def _alone(name: str, job: Job, folder: Path, pause: float) -> Cell | None:
     return None if results is None else results[name]
 
 
-def _train(batch: Mapping[str, Job], folder: Path, pause: float, watch: Any) -> dict[str, Cell] | None:
+def _train(batch: Mapping[str, Job], folder: Path, pause: float, watch: Watcher) -> dict[str, Cell] | None:
     """Results by job; None if interrupted. The checkpoint, which holds all replay, is removed in the end."""
     first, jobs = next(iter(batch)), list(batch.values())
     digest = hashlib.sha256("".join(_digest(job) for job in jobs).encode()).hexdigest()[:8]
