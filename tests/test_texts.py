@@ -11,6 +11,7 @@ import pytest
 
 from atoll.errors import AtollError
 from atoll.fleet import stack_works
+from atoll.recipes import VERTICAL
 from atoll.vertical import (
     Experiment,
     Learning,
@@ -19,12 +20,14 @@ from atoll.vertical import (
     Training,
     commands,
     highlight,
+    parties,
     textnetwork,
     texts,
 )
 from atoll.vertical.protocol import Phase
 from atoll.vertical.text2action import TextActions
 from atoll.vertical.textnetwork import CHUNK, GRAMS, Reading
+from atoll.vertical.training import METHODS, prepared
 from atoll.vertical.world import Played
 
 GOOD = {"words": ["Wash", "it", "or", "rinse", "it"], "pos": ["VB", "PRP", "CC", "VB", "PRP"], "acts": []}
@@ -297,6 +300,20 @@ def test_the_network_is_plain_convolutions(most: int, by: str, monkeypatch: pyte
     assert jax.tree.structure(slope) == jax.tree.structure(plain)
     for a, b in zip(jax.tree.leaves(slope), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_slow_copies_may_stand_still() -> None:
+    fresh, slow = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
+    assert parties.renewed(jnp.asarray(6), 0, fresh, slow) is slow
+    assert np.all(parties.renewed(jnp.asarray(6), 3, fresh, slow)["w"] == 1)
+    learning = VERTICAL["frl/whs"].experiment.learning
+    assert prepared(METHODS["frl"], learning).slow == 0
+    assert prepared(METHODS["dqn-full"], learning).slow == 5
+
+
+def test_texts_are_read_by_a_network_for_texts() -> None:
+    with pytest.raises(AtollError, match=r"read by TextNetwork\(\)"):
+        Experiment(TextWorld(data="sample"))
 
 
 # Highlighted texts

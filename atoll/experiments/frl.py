@@ -10,8 +10,8 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import shutil
-import time
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -29,7 +29,7 @@ from ..vertical import Experiment, GridWorld, Trials
 from ..vertical.gridworld import SIZES, Setting
 from ..vertical.text2action import Selection
 from ..vertical.training import MethodName
-from ..vertical.trials import Record
+from ..vertical.trials import Record, Watcher
 from .cells import Cell, Track, run_cells, verdict
 from .show import band, finish, header, row, shown, written
 
@@ -165,8 +165,8 @@ class Item:
     def jobs(self) -> dict[str, Job]:
         """All runs, by name; settings and repetitions of a world and method can train as one program."""
         found = {}
-        options = itertools.product(self.chosen, self.values, self.worlds, self.repetitions())
-        for method, value, (world, setting), number in options:
+        options = itertools.product(self.worlds, self.chosen, self.values, self.repetitions())
+        for (world, setting), method, value, number in options:
             experiment = dataclasses.replace(self.experiment(world, setting, number, value), method=method)
             if self.epochs:
                 training = dataclasses.replace(experiment.training, epochs=self.epochs)
@@ -174,8 +174,8 @@ class Item:
             varied = {self.varies: value} if self.varies else {}
             about = {"world": world, "setting": setting, "method": method} | varied | {self.repeats: number}
             words = [word if isinstance(word, str) else f"{key}{word}" for key, word in about.items()]
-            found["-".join(words)] = Job(experiment, about, (world, method, value))
-        return dict(sorted(found.items(), key=lambda item: [w for w, _ in self.worlds].index(item[1].about["world"])))
+            found[re.sub(r"[^\w.-]+", "_", "-".join(words))] = Job(experiment, about, (world, method, value))
+        return found
 
     def reproduce(self, track: Track) -> bool:
         """Run what is missing; False if interrupted."""
@@ -187,18 +187,21 @@ class Item:
                 path.unlink()  # of other settings: made again
         if jax.default_backend() == "cpu" and self.together is None:
             alone = {n: functools.partial(_alone, n, job, self.folder, self.checkpoint) for n, job in jobs.items()}
-            return run_cells(alone, cells, track, len(cores()))
+            finished = run_cells(alone, cells, track, len(cores()))
+            for name, job in jobs.items() if finished else ():
+                shutil.rmtree(_place({name: job}, self.folder), ignore_errors=True)
+            return finished
         jax.config.update("jax_compilation_cache_dir", str(self.folder / "compiled"))
         missing = {name: job for name, job in jobs.items() if not (cells / f"{name}.json").exists()}
         done = len(jobs) - len(missing)
         for batch in _programs(missing, self.together or 32):
-            results = _train(
-                batch, self.folder, self.checkpoint, functools.partial(_say, track, done, len(jobs), batch)
-            )
+            watch = functools.partial(_say, track, done, len(jobs), batch)
+            results = _train(batch, self.folder, self.checkpoint, watch)
             if results is None:
                 return False
             for name, cell in results.items():
                 write_atomically(cells / f"{name}.json", json.dumps(cell))
+            shutil.rmtree(_place(batch, self.folder))
             done += len(batch)
             track(done, len(jobs), f"done: {_words(batch)}")
         return True
@@ -225,9 +228,8 @@ class Item:
         return canvas, dict(zip(self.worlds, grid, strict=False))
 
     def title(self, text: str, cells: list[Cell]) -> str:
-        """A heading that says how much was run."""
-        runs, minutes = len({cell[self.repeats] for cell in cells}), sum(cell["seconds"] for cell in cells) / 60
-        return f"### {text} ({runs} {self.repeats}s, {minutes:.1f} min)"
+        """A heading that says how many runs were averaged."""
+        return f"### {text} ({len({cell[self.repeats] for cell in cells})} {self.repeats}s)"
 
 
 class Compared(Item):
@@ -440,14 +442,11 @@ def _alone(name: str, job: Job, folder: Path, pause: float) -> Cell | None:
     return None if results is None else results[name]
 
 
-def _train(batch: Mapping[str, Job], folder: Path, pause: float, watch: Any) -> dict[str, Cell] | None:
-    """Results by job; None if interrupted. The checkpoint, which holds all replay, is removed in the end."""
-    first, jobs = next(iter(batch)), list(batch.values())
-    digest = hashlib.sha256("".join(_digest(job) for job in jobs).encode()).hexdigest()[:8]
-    path = folder / "programs" / f"{first}-and-{len(jobs) - 1}-{digest}"
+def _train(batch: Mapping[str, Job], folder: Path, pause: float, watch: Watcher) -> dict[str, Cell] | None:
+    """Results by job; None if interrupted."""
+    path, jobs = _place(batch, folder), list(batch.values())
     new = not (path / "config.json").exists()
     trials = Trials([job.experiment for job in jobs], path) if new else Trials.resume(path)
-    start = time.monotonic()
     try:
         trials.advance(watch, pause=pause)
         if trials.interrupted:
@@ -455,15 +454,19 @@ def _train(batch: Mapping[str, Job], folder: Path, pause: float, watch: Any) -> 
         results = trials.results()
     finally:
         trials.close()
-    seconds = round((time.monotonic() - start) / len(jobs), 1)
     cells = {}
     for i, ((name, job), result) in enumerate(zip(batch.items(), results, strict=True)):
         curve = [[record["round"], *_figures(record, i)] for record in trials.history][: result.epochs]
         scores = {kind: [_short(x) for x in getattr(result, kind)] for kind in ("quiet", "noised")}
-        about = {"epochs": result.epochs, "steps": result.steps, "seconds": seconds, "settings": _digest(job)}
+        about = {"epochs": result.epochs, "steps": result.steps, "settings": _digest(job)}
         cells[name] = job.about | scores | about | {"curve": curve}
-    shutil.rmtree(path)
     return cells
+
+
+def _place(batch: Mapping[str, Job], folder: Path) -> Path:
+    """Where a program keeps its checkpoints, which hold all replay, until its results are written."""
+    digest = hashlib.sha256("".join(map(_digest, batch.values())).encode()).hexdigest()[:8]
+    return folder / "programs" / f"{next(iter(batch))}-and-{len(batch) - 1}-{digest}"
 
 
 def _figures(record: Record, i: int) -> list[float | None]:

@@ -133,16 +133,18 @@ class Rewards(NamedTuple):
         blocks, episodes = self.reward.shape
         place = block % blocks
         before, after = (block - 1) % blocks, (block + 1) % blocks
-        known = self.reward[before] > 0
+        # Written first, then read: read before, all of it would be copied at every step.
+        reward = self.reward.at[place].set(outcome.reward)
+        known = reward[before] > 0
         kind = jnp.stack([~known, known]) & (block > 0)
         seat = (self.last[:, None] + jnp.cumsum(kind, 1) - 1) % self.order.shape[1]
         seat = jnp.where(kind, seat, self.order.shape[1])  # out of bounds: not written
         rows = before * episodes + jnp.arange(episodes)
         order = self.order.at[jnp.arange(2)[:, None], seat].set(rows, mode="drop")
-        old = self.reward[after] > 0
+        old = reward[after] > 0
         gone = jnp.stack([~old, old]) & (block + 1 >= blocks)
         return Rewards(
-            self.reward.at[place].set(outcome.reward),
+            reward,
             self.ended.at[place].set(outcome.ended),
             order,
             self.first + jnp.sum(gone, 1),

@@ -62,11 +62,10 @@ class TextNetwork:
     def apply(self, params: Params, views: tuple[Reading, ...]) -> jax.Array:
         """Values [B, actions] of texts; what several parties know of a word stands side by side."""
         weights = [layer["w"] for layer in params["conv"]]
-        columns, projected, tokens, start = [], [], [], 0
+        projected, tokens, start = [], [], 0
         for learned, view in zip(params["tables"], views, strict=True):
             table, rows = (learned, view.tokens) if view.vectors is None else _fewer(view.vectors, view.tokens)
-            columns.append(_columns([w[:, start : start + table.shape[1]] for w in weights]))
-            projected.append(table @ columns[-1])
+            projected.append(table @ _columns([w[:, start : start + table.shape[1]] for w in weights]))
             tokens.append(rows)
             start += table.shape[1]
         tag, first = jnp.sum(_columns([w[:, start:] for w in weights]), 0), views[0]
@@ -74,12 +73,8 @@ class TextNetwork:
         peaks = find(*jax.lax.stop_gradient((projected, tag)), tokens, first.tags, first.length, first.most)
         spots = _spots(peaks)
         values = jnp.take_along_axis(first.tags, spots, 1) * tag
-        for view, matrix, table in zip(views, columns, projected, strict=True):
-            rows = jnp.take_along_axis(view.tokens, spots, 1)
-            if view.vectors is None:
-                values += table[rows, jnp.arange(len(tag))]
-            else:  # few words: no gradient through the whole table
-                values += jnp.sum(view.vectors[rows] * matrix.T, -1)
+        for table, rows in zip(projected, tokens, strict=True):
+            values += table[jnp.take_along_axis(rows, spots, 1), jnp.arange(len(tag))]
         bias = jnp.concatenate([layer["b"] for layer in params["conv"]])
         pooled = jax.nn.relu(_summed(values) + bias)  # the largest of rectified values is the largest one, rectified
         return affine(jax.nn.relu(affine(pooled, params["hidden"])), params["out"])
