@@ -149,9 +149,6 @@ def join_command(arguments: list[str]) -> int:
     folder = (options.client_dir or Path(f"client-{options.client_id}")).resolve()
     brings = Brings.of({"data": options.data, "test-fraction": options.test_fraction, "task": options.task})
     words = str(brings)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
-    write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
     port = _free_port()
     command = [sys.executable, "-m", "atoll.engines.supernode", "--superlink", address, "--isolation", "process"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -163,6 +160,9 @@ def join_command(arguments: list[str]) -> int:
         check_files(certs, "ca.crt", "client.key")
         command += ["--root-certificates", str(certs / "ca.crt")]
         command += ["--auth-supernode-private-key", str(certs / "client.key")]
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
+    write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
     os.environ.update(_environment(folder))
     for name, value in _COMPILED.items():
         jax.config.update(name, value)
