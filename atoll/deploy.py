@@ -24,7 +24,7 @@ from .errors import AtollError, require
 from .federation import Federation, ctrl_c
 from .recipes import RECIPES
 from .runs import RunFiles, write_atomically
-from .terminal import INTERRUPTED, base_federation, describe, free_name, option, parse, positional
+from .terminal import INTERRUPTED, base_federation, describe, free_name, host_and_port, option, parse, positional
 from .version import __version__
 
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
@@ -129,7 +129,7 @@ def serve_command(arguments: list[str]) -> int:
     check_deployable(f)
     terms = Terms(options.min_clients, options.deadline, options.norm_bound)
     keys = None if options.insecure else read_keys(options.certs)
-    host, port = _address(options.listen)
+    host, port = host_and_port(options.listen)
     directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
     _prepare(directory, f)
     orders = {
@@ -162,7 +162,7 @@ def join_command(arguments: list[str]) -> int:
     address, rest = positional(arguments, "the server's address")
     options: Any = tyro.cli(JoinOptions, args=rest, prog="atoll join HOST:PORT", use_underscores=False)
     _need_flower()
-    _address(address)
+    host_and_port(address)
     require(options.client_id >= 0, f"client_id is {options.client_id}; it must be 0 or more")
     folder = (options.client_dir or Path(f"client-{options.client_id}")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -405,12 +405,6 @@ def _need_flower() -> None:
         import flwr  # noqa: F401
     except ImportError as error:
         raise AtollError("real federations need Flower; install it with: pip install 'atoll[flower]'") from error
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    require(bool(host) and port.isdigit() and 0 < int(port) < 65536, f"{text} is no address; write HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def _reachable(host: str, port: int) -> str:
