@@ -30,7 +30,7 @@ from .version import __version__
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
 _END_LIMIT = 30.0  # seconds the processes of a killed server may take to end
 _AGAIN = 5.0  # seconds after which a client that was turned away tries again
-_IDLE = 0.1  # seconds between a client's looks for tasks
+_IDLE = 1.0  # seconds at most between a client's looks for tasks
 _COMPILED = {  # JAX keeps every compiled program, for the next start
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -167,7 +167,7 @@ def join_command(arguments: list[str]) -> int:
     folder = (options.client_dir or Path(f"client-{options.client_id}")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     port = _free_port()
-    command = [sys.executable, "-m", "atoll.engines.supernode", "--superlink", address, "--isolation", "process"]
+    command = [*_python("supernode"), "--superlink", address, "--isolation", "process"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--node-config", f'client-id={options.client_id} client-dir="{folder}"']
     if options.insecure:
@@ -181,17 +181,20 @@ def join_command(arguments: list[str]) -> int:
     for name, value in _COMPILED.items():
         jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-    from .engines.supernode import Worker
+    from .engines.supernode import Worker, pause
 
     print(f"client {options.client_id}: joining {address}; Ctrl-C leaves", flush=True)
     worker = Worker(f"127.0.0.1:{port}")
     with ctrl_c() as stop:
         while not stop.is_set():
             node = subprocess.Popen(command)
+            busy = time.monotonic()
             try:
                 while node.poll() is None and not stop.is_set():
-                    if not worker.once():
-                        stop.wait(_IDLE)
+                    if worker.once():
+                        busy = time.monotonic()
+                    else:
+                        stop.wait(min(pause(time.monotonic() - busy), _IDLE))
             finally:
                 _end(node)
             if not stop.is_set():
@@ -300,7 +303,7 @@ def _prepare(directory: Path, f: Federation) -> None:
 
 
 def _link(options: ServeOptions, directory: Path, host: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "atoll.engines.superlink", "--host", host, "--port", str(port)]
+    command = [*_python("superlink"), "--host", host, "--port", str(port)]
     command += ["--database", str(directory / "superlink.db"), "--disable-runtime-dependency-installation"]
     if options.insecure:
         return [*command, "--insecure"]
@@ -382,6 +385,11 @@ def _wait_until_up(link: "subprocess.Popen[bytes]", address: str, root: str | No
         time.sleep(0.2)
 
 
+def _python(engine: str) -> list[str]:
+    """A command that runs a file of engines/ by itself, without the package around it, which takes long to import."""
+    return [sys.executable, "-P", str(Path(__file__).parent / "engines" / f"{engine}.py")]
+
+
 def _environment(folder: Path) -> dict[str, str]:
     """Flower kept to `folder` and quiet, and compiled programs kept from one process to the next."""
     return (
@@ -395,6 +403,7 @@ def _environment(folder: Path) -> dict[str, str]:
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "FLWR_LOG_LEVEL": os.environ.get("FLWR_LOG_LEVEL", "WARNING"),
             "JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / "compiled"),
+            "ATOLL_PARENT": str(os.getpid()),  # what is started ends with this process
         }
         | {name.upper(): str(value) for name, value in _COMPILED.items()}
     )

@@ -399,6 +399,8 @@ def server_app() -> ServerApp:
 def _serve(grid: Grid, context: Context) -> None:
     """Train the run that `atoll serve` prepared, from its newest checkpoint on."""
     del context
+    if "ATOLL_PARENT" in os.environ:
+        _end_with(int(os.environ["ATOLL_PARENT"]))
     orders = json.loads(Path(os.environ[SERVE]).read_text())
     path = Path(orders["directory"])
     _log.addHandler(logging.FileHandler(path / "server.log"))
@@ -411,6 +413,20 @@ def _serve(grid: Grid, context: Context) -> None:
         run.advance()
     finally:
         run.close()
+
+
+def _end_with(process: int) -> None:
+    """End this process as soon as the one that started the server ends: killed, it leaves nobody to do it."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(_WAIT)
+            try:
+                os.kill(process, 0)
+            except OSError:
+                os._exit(1)  # in whatever it is doing; a run survives a kill at any moment
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @lru_cache(maxsize=1)
