@@ -23,8 +23,9 @@ from .certs import certs_command
 from .client import personalize_command
 from .deploy import export_command, join_command, serve_command
 from .engines.local import LocalEngine
-from .errors import AtollError, unknown
-from .federation import Federation, Record, Run, Watcher
+from .engines.processes import LeadingEngine, Peer, find_cluster, find_leader, follow, gather_followers, leading
+from .errors import AtollError, require, unknown
+from .federation import Federation, Record, Run, Watcher, ctrl_c
 from .fleet import Fleet
 from .machine import cores
 from .problems import PROBLEMS
@@ -41,6 +42,7 @@ from .terminal import (
     console,
     describe,
     free_name,
+    host_and_port,
     option,
     parse,
     positional,
@@ -80,6 +82,41 @@ class Where(How):
 
 
 @dataclasses.dataclass(frozen=True)
+class Together:
+    """Several processes that train one run, as a rule on several machines; changes no number."""
+
+    processes: int = 1
+    """number of processes"""
+    process_id: int | None = None
+    """which of them this is, from 0; the first one's settings count, and it keeps the run"""
+    coordinator: str | None = None
+    """address and port of process 0, HOST:PORT"""
+    cluster: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """let JAX find out the three above (Slurm, Open MPI, Kubernetes, TPU pods)"""
+
+    def __post_init__(self) -> None:
+        require(self.processes >= 1, f"processes is {self.processes}; it must be at least 1")
+        given = self.process_id is not None and self.coordinator is not None
+        require(self.processes == 1 or given, "several processes need --process-id and --coordinator HOST:PORT each")
+        require(
+            self.process_id is None or 0 <= self.process_id < self.processes,
+            f"process_id is {self.process_id}; with {self.processes} processes it lies in 0..{self.processes - 1}",
+        )
+
+    def meet(self) -> tuple[Peer, ...] | Peer:
+        """Connections to the others, if this is the first process; else the one to the first."""
+        if self.cluster:
+            address, processes, number = find_cluster()
+        elif self.processes == 1:
+            return ()
+        else:
+            assert self.coordinator is not None
+            address, processes, number = host_and_port(self.coordinator), self.processes, self.process_id or 0
+        console.print(f"process {number} of {processes}: meeting the others at {escape(f'{address[0]}:{address[1]}')}")
+        return find_leader(address, processes, number) if number else gather_followers(address, processes)
+
+
+@dataclasses.dataclass(frozen=True)
 class AgentOptions:
     """FedDRL's agent: what it knows before the first round (default: nothing)."""
 
@@ -103,6 +140,7 @@ class _RunOptions:
 
 @dataclasses.dataclass(frozen=True)
 class _StartOptions(_RunOptions):
+    together: Annotated[Together, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Together)
     agent: AgentOptions = dataclasses.field(default_factory=AgentOptions)
 
 
@@ -114,7 +152,12 @@ def run_command(arguments: list[str]) -> int:
     chosen, rest = option(rest, "--algorithm")
     label, default = base_federation(name, chosen)
     options = parse(_StartOptions, _StartOptions(default), rest, f"atoll run {name}")
-    engine = _engine(options.where.devices)
+    several = options.together.processes > 1 or options.together.cluster
+    require(not (several and options.agent.workers), "agent.workers collect in one process; leave --processes out")
+    others = options.together.meet()
+    if isinstance(others, Peer):
+        return _follow(others, options.where.devices)
+    engine = _engine(options.where.devices, others)
     directory = options.where.runs_dir / (options.where.name or free_name(options.where.runs_dir, label))
     mind = None
     if options.agent.source:
@@ -151,13 +194,17 @@ def resume_command(arguments: list[str]) -> int:
         rounds: int | None = None
         """train up to this round (default: what the run was started with)"""
         how: Annotated[How, tyro.conf.arg(name="")] = dataclasses.field(default_factory=How)
+        together: Annotated[Together, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Together)
 
     directory, rest = positional(arguments, "a run's directory")
     if is_vertical(directory):
         return resume_vertical(directory, rest)
     options = parse(Options, Options(), rest, "atoll resume DIR")
+    others = options.together.meet()
+    if isinstance(others, Peer):
+        return _follow(others, options.how.devices)
     _check_run(directory)
-    run = Run.resume(directory, options.rounds, _engine(options.how.devices))
+    run = Run.resume(directory, options.rounds, _engine(options.how.devices, others))
     if not run.begun and (Path(directory) / AGENT).exists():  # stopped before its first checkpoint
         install(run, load_mind(Path(directory) / AGENT, run.federation))
     if run.round >= run.federation.rounds:
@@ -444,19 +491,28 @@ def _check_run(directory: str) -> None:
         raise AtollError(f"{directory} is no run; give the directory that `atoll run` made")
 
 
-def _engine(count: int | None) -> LocalEngine:
-    """An engine on `count` devices, or all; a CPU's cores become devices, which must happen before JAX starts."""
+def _engine(count: int | None, peers: tuple[Peer, ...] = ()) -> LocalEngine:
+    """An engine on `count` devices, or all, and on `peers`; a CPU's cores become devices, before JAX starts."""
     jax.config.update("jax_num_cpu_devices", count or len(cores()))
     devices = jax.local_devices()
     if count is not None and count > len(devices):
         raise AtollError(f"devices is {count}, but there are {len(devices)}")
-    return LocalEngine.of(devices[:count])
+    engine = LocalEngine.of(devices[:count])
+    return LeadingEngine.beside(peers, engine) if peers else engine
+
+
+def _follow(leader: Peer, devices: int | None) -> int:
+    """Help the first process; Ctrl-C is its to answer."""
+    with ctrl_c():
+        run = follow(leader, _engine(devices))
+    console.print(f"process 0 ended after round {run.round}")
+    return INTERRUPTED if run.interrupted else 0
 
 
 def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool = True) -> int:
     start = time.monotonic()
     try:
-        with progress_bar() as progress:
+        with leading(run), progress_bar() as progress:
             run.advance(_round_tracker(progress, label, run.federation.rounds, run.round), checkpoint_every)
     finally:
         run.close()

@@ -25,12 +25,12 @@ from .errors import AtollError, require
 from .federation import Federation, ctrl_c
 from .recipes import RECIPES
 from .runs import write_atomically
-from .terminal import INTERRUPTED, base_federation, describe, free_name, option, parse, positional
+from .terminal import INTERRUPTED, base_federation, describe, free_name, host_and_port, option, parse, positional
 from .version import __version__
 
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
 _AGAIN = 5.0  # seconds after which a client that was turned away tries again
-_IDLE = 0.1  # seconds between a client's looks for tasks
+_IDLE = 1.0  # seconds at most between a client's looks for tasks
 _COMPILED = {  # JAX keeps every compiled program, for the next start
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -111,7 +111,7 @@ def serve_command(arguments: list[str]) -> int:
     f = options.federation
     check_deployable(f)
     keys = None if options.insecure else read_keys(options.certs)
-    host, port = _address(options.listen)
+    host, port = host_and_port(options.listen)
     directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
     prepare(directory, f)
     orders = {
@@ -144,13 +144,13 @@ def join_command(arguments: list[str]) -> int:
     address, rest = positional(arguments, "the server's address")
     options: Any = tyro.cli(JoinOptions, args=rest, prog="atoll join HOST:PORT", use_underscores=False)
     need_flower()
-    _address(address)
+    host_and_port(address)
     require(options.client_id >= 0, f"client_id is {options.client_id}; it must be 0 or more")
     folder = (options.client_dir or Path(f"client-{options.client_id}")).resolve()
     brings = Brings.of({"data": options.data, "test-fraction": options.test_fraction, "task": options.task})
     words = str(brings)
     port = _free_port()
-    command = [sys.executable, "-m", "atoll.engines.supernode", "--superlink", address, "--isolation", "process"]
+    command = [*_python("supernode"), "--superlink", address, "--isolation", "process"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--node-config", str(folder / "node.toml")]
     if options.insecure:
@@ -167,17 +167,20 @@ def join_command(arguments: list[str]) -> int:
     for name, value in _COMPILED.items():
         jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-    from .engines.supernode import Worker
+    from .engines.supernode import Worker, pause
 
     print(f"client {options.client_id}: joining {address} with {words}; Ctrl-C leaves", flush=True)
     worker = Worker(f"127.0.0.1:{port}")
     with ctrl_c() as stop:
         while not stop.is_set():
             node = subprocess.Popen(command)
+            busy = time.monotonic()
             try:
                 while node.poll() is None and not stop.is_set():
-                    if not worker.once():
-                        stop.wait(_IDLE)
+                    if worker.once():
+                        busy = time.monotonic()
+                    else:
+                        stop.wait(min(pause(time.monotonic() - busy), _IDLE))
             finally:
                 _end(node)
             if not stop.is_set():
@@ -221,7 +224,7 @@ def export_command(arguments: list[str]) -> int:
 
 
 def _link(options: ServeOptions, directory: Path, host: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "atoll.engines.superlink", "--host", host, "--port", str(port)]
+    command = [*_python("superlink"), "--host", host, "--port", str(port)]
     command += ["--database", str(directory / "superlink.db"), "--disable-runtime-dependency-installation"]
     if options.insecure:
         return [*command, "--insecure"]
@@ -303,6 +306,11 @@ def _wait_until_up(link: "subprocess.Popen[bytes]", address: str, root: str | No
         time.sleep(0.2)
 
 
+def _python(engine: str) -> list[str]:
+    """A command that runs a file of engines/ by itself, without the package around it, which takes long to import."""
+    return [sys.executable, "-P", str(Path(__file__).parent / "engines" / f"{engine}.py")]
+
+
 def _environment(folder: Path) -> dict[str, str]:
     """Flower kept to `folder` and quiet, and compiled programs kept from one process to the next."""
     return (
@@ -316,6 +324,7 @@ def _environment(folder: Path) -> dict[str, str]:
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "FLWR_LOG_LEVEL": os.environ.get("FLWR_LOG_LEVEL", "WARNING"),
             "JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / "compiled"),
+            "ATOLL_PARENT": str(os.getpid()),  # what is started ends with this process
         }
         | {name.upper(): str(value) for name, value in _COMPILED.items()}
     )
@@ -325,12 +334,6 @@ def _toml(content: dict[str, Any]) -> str:
     """A flat TOML file; what is None is left out, and names get hyphens."""
     known = ((name.replace("_", "-"), value) for name, value in content.items() if value is not None)
     return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in known)
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    require(bool(host) and port.isdigit() and 0 < int(port) < 65536, f"{text} is no address; write HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def _reachable(host: str, port: int) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .algorithms import ALGORITHMS
-from .errors import AtollError, unknown
+from .errors import AtollError, require, unknown
 from .federation import Federation
 from .recipes import RECIPES, recipe, with_budget
 from .runs import RunFiles
@@ -64,6 +64,13 @@ def base_federation(name: str, algorithm: str | None) -> tuple[str, Federation]:
 def parse(cls: type[T], default: T, arguments: list[str], prog: str) -> T:
     """`arguments` as settings of type `cls`; what they do not name is as in `default`."""
     return tyro.cli(cls, default=default, args=arguments, prog=prog, use_underscores=False)
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    require(bool(host) and port.isdigit() and 0 < int(port) < 65536, f"{text} is no address; write HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 def free_name(folder: Path, label: str) -> str:

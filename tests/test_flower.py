@@ -5,7 +5,6 @@ import json
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from atoll.certs import make_certs, read_keys
 from atoll.cli import main
 from atoll.client import Home
-from atoll.deploy import _free_port
+from atoll.deploy import _free_port, _python
 from atoll.engines.flower import FlowerRun, client_app
 from atoll.engines.local import LocalEngine
 from atoll.engines.superlink import Guard
@@ -159,6 +158,7 @@ BAD: dict[str, tuple[Mischief, str]] = {
     "nan": (lambda reply: _with_update(reply, lambda a: a * np.float32(np.nan)), "not finite"),
     "norm": (lambda reply: _with_update(reply, lambda a: a * np.float32(1e6)), "its norm is"),
     "bytes": (lambda reply: _with_update(reply, lambda a: _raw(a, b"\x93NUMPY\x01\x00nonsense")), "is no array"),
+    "noise": (lambda reply: _with_update(reply, lambda a: _raw(a, np.random.default_rng(0).bytes(500))), "is no array"),
     "short": (lambda reply: _with_update(reply, lambda a: _raw(a, Array(a).data[:-1])), "bytes"),
     "pickle": (lambda reply: _with_update(reply, lambda a: _raw(a, _pickled(a))), "type object"),
     "protocol": (lambda reply: _with_answer(reply, protocol=0), "its protocol is 0"),
@@ -352,7 +352,14 @@ def test_strangers_reach_the_fleet_api_only(path: str, peer: str, passes: bool) 
         seen.append(event)
 
     scope = {"type": "http", "path": path, "client": (peer, 4711), "server": ("10.0.0.1", 9443)}
-    asyncio.run(Guard(app)(scope, None, send))
+    start = {"type": "http", "path": "/v1/control/start-run", "client": ("127.0.0.1", 4712), "server": None}
+    guard = Guard(app)
+    if path.startswith("/v1/fleet/"):  # clients must wait for their keys to be registered
+        asyncio.run(guard(scope, None, send))
+        assert seen[0]["status"] == 503
+    asyncio.run(guard(start, None, send))
+    seen.clear()
+    asyncio.run(guard(scope, None, send))
     assert (seen == [scope]) is passes
     assert passes or seen[0]["status"] == 403
 
@@ -368,6 +375,14 @@ def test_the_guard_is_the_first_thing_a_superlink_asks(monkeypatch: pytest.Monke
     monkeypatch.setattr(superlink, "flower_superlink", lambda: None)
     superlink.main()
     assert flower._get_middleware()[0].cls is Guard
+
+
+def test_an_idle_client_looks_for_messages_soon_at_first_and_then_more_and_more_rarely() -> None:
+    from atoll.engines.supernode import pause, until_found
+
+    assert [pause(idle) for idle in (0, 1, 4, 12, 1000)] == [0.2, 0.25, 1, 3, 3]
+    answers = iter([None, None, 7])
+    assert until_found(lambda **_: next(answers))(state=None) == 7
 
 
 def test_a_server_and_two_clients_over_tls_give_the_numbers_of_a_local_run(tmp_path: Path) -> None:
@@ -387,13 +402,12 @@ def test_a_server_and_two_clients_over_tls_give_the_numbers_of_a_local_run(tmp_p
 
     try:
         server = start(serve, "server.out")
-        for client in range(2):
-            start([*atoll_, "join", address, "--client-id", str(client)], f"{client}.out")
-        _wait(lambda: "round 1:" in _read(tmp_path / "server.out"), server, tmp_path)
-        stranger = [sys.executable, "-m", "atoll.engines.supernode", "--superlink", address, "--isolation", "process"]
+        stranger = [*_python("supernode"), "--superlink", address, "--isolation", "process"]
         stranger += ["--root-certificates", "certs/client-0/ca.crt", "--port", str(_free_port())]
         stranger += ["--auth-supernode-private-key", "stranger/client-0/client.key"]
         refused = start(stranger, "stranger.out")
+        for client in range(2):
+            start([*atoll_, "join", address, "--client-id", str(client)], f"{client}.out")
         assert server.wait(240) == 0, _read(tmp_path / "server.out")
         assert refused.wait(60) != 0
     finally:
@@ -407,14 +421,6 @@ def test_a_server_and_two_clients_over_tls_give_the_numbers_of_a_local_run(tmp_p
     assert run.round == 2
     assert len(list((tmp_path / "client-1").glob("*/own-00000002.npz"))) == 1
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("rows-*"))  # personal models stay with clients
-
-
-def _wait(done: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
-    end = time.monotonic() + 240
-    while not done():
-        alive = process.poll() is None and time.monotonic() < end
-        assert alive, "\n".join(f"{path}: {_read(path)}" for path in sorted(folder.glob("*.out")))
-        time.sleep(0.2)
 
 
 def _read(path: Path) -> str:

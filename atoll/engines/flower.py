@@ -432,6 +432,8 @@ def prepare(directory: Path, f: Federation) -> None:
 
 def _serve(grid: Grid, context: Context) -> None:
     """Train the run that `atoll serve` prepared, or the one of an exported app, from its newest checkpoint on."""
+    if "ATOLL_PARENT" in os.environ:
+        _end_with(int(os.environ["ATOLL_PARENT"]))
     path, known, terms = _orders(context)
     handlers = (logging.FileHandler(path / "server.log"), logging.StreamHandler())
     for handler in handlers:
@@ -462,6 +464,20 @@ def _orders(context: Context) -> tuple[Path, dict[bytes, int] | None, Terms]:
     path = Path(config["run"]).resolve()
     prepare(path, dataclasses.replace(federation, rounds=config["rounds"]))
     return path, None, Terms(**terms)
+
+
+def _end_with(process: int) -> None:
+    """End this process as soon as the one that started the server ends: killed, it leaves nobody to do it."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(_WAIT)
+            try:
+                os.kill(process, 0)
+            except OSError:
+                os._exit(1)  # in whatever it is doing; a run survives a kill at any moment
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @lru_cache(maxsize=1)

@@ -211,7 +211,7 @@ class LocalEngine:
                 gathered = (*gathered, data)
             done = _program(_learn, self, work, shared, round_, (*by_client, gathered), options)
         else:
-            order = self._shared_out(work.problem, clients)
+            order = self._shared_out(work.problem, clients, len(self.devices))
             if order is not None:
                 by_client = self.split(jax.tree.map(lambda leaf: leaf[order], (clients, own)))
             done = _program(_train, self, work, shared, round_, by_client, options)
@@ -232,12 +232,12 @@ class LocalEngine:
         result: tuple[ServerState, RoundReport] = _serve(self, rule, state, *learned, seed, round_)
         return result
 
-    def _shared_out(self, problem: Problem, clients: np.ndarray) -> np.ndarray | None:
-        """An order of `clients` [C] in which the devices' parts hold about as much data; None if any order does."""
-        if len(self.devices) == 1 or self.runs is not None:
+    def _shared_out(self, problem: Problem, clients: np.ndarray, parts: int) -> np.ndarray | None:
+        """An order of `clients` [C] in which equal parts hold about as much data; None if any order does."""
+        if parts == 1 or self.runs is not None:
             return None
         sizes = np.asarray(problem.samples(jnp.asarray(clients)))
-        return None if np.ptp(sizes) == 0 else share_out(sizes, len(self.devices))
+        return None if np.ptp(sizes) == 0 else share_out(sizes, parts)
 
     def evaluate(
         self, work: Work, shared: Params, clients: np.ndarray, own: Params, round_: int, steps: int, rate: Rate

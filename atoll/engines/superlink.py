@@ -4,7 +4,9 @@ A SuperLink serves all of its interfaces at one port: the Fleet API, where each 
 key, but also the Control and Runtime APIs, through which whoever reaches the port may register keys of his own and
 start programs on the server and on all clients. So these two answer to requests from this machine alone.
 
-    python -m atoll.engines.superlink [arguments of flower-superlink]
+Clients that come before the server has registered their keys and started its run are asked to wait.
+
+    python -P atoll/engines/superlink.py [arguments of flower-superlink]
 """
 
 import ipaddress
@@ -17,21 +19,27 @@ from flwr.superlink.cli import flower_superlink
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-PUBLIC = ("/v1/fleet/", "/health")
+FLEET, START = "/v1/fleet/", "/v1/control/start-run"
+PUBLIC = (FLEET, "/health")
 
 
 class Guard:
     """ASGI middleware that lets strangers at the public paths only."""
 
     def __init__(self, app: Any) -> None:
-        self._app = app
+        self._app, self._begun = app, False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and _allowed(scope)):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":
+        elif scope["type"] == "http" and not _allowed(scope):
             await PlainTextResponse("only for this machine", 403)(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"].startswith(FLEET) and not self._begun:
+            await PlainTextResponse("not yet", 503)(scope, receive, send)  # SuperNodes try again by themselves
+        elif scope["type"] == "http":
+            self._begun |= scope["path"] == START
+            await self._app(scope, receive, send)
 
 
 def _allowed(scope: Any) -> bool:
@@ -51,7 +59,7 @@ def _local(scope: Any) -> bool:
 
 def main() -> None:
     """Run the SuperLink behind the guard, for as long as the process that started it lives."""
-    start_parent_process_monitor(os.getppid())
+    start_parent_process_monitor(int(os.environ.get("ATOLL_PARENT", os.getppid())))
     extensions.get_middleware = lambda: (Middleware(Guard),)
     flower_superlink()
 

@@ -4,30 +4,45 @@ Left to itself, Flower starts a new process for every task and runs in it whatev
 SuperNode only carries messages (its isolation mode `process`); the tasks are done by a `Worker`, which knows no program
 but Atoll's own, as it is installed on the client's machine, and keeps it imported and compiled.
 
-    python -m atoll.engines.supernode [arguments of flower-supernode]
+The SuperNode needs nothing of Atoll's but this file, so it is started without the rest, which takes a second to import:
+
+    python -P atoll/engines/supernode.py [arguments of flower-supernode]
 """
 
 import os
+import time
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore import heartbeat
 from flwr.supercore.app_utils import start_parent_process_monitor
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.retry import http_retry
 from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode import fleet_http_connection as fleet
+from flwr.supernode import start_client_internal as node
 from flwr.supernode.cli import flower_supernode
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from .flower import client_app
+_SOONEST, _LATEST = 0.2, 3.0  # seconds between looks for messages; Flower's own SuperNode takes 3
+_PATIENCE = 4.0  # who has been idle for a while looks again after so many times less
+_HEARTBEAT = 10  # seconds; a client that is silent for two of them counts as gone. Flower's own SuperNode takes 30
+_RETRY = 5  # seconds at most between tries to reach a server that is away; Flower's own SuperNode takes 20
+_REPLY = 0.05  # seconds between looks for the worker's reply, on this machine; Flower's own takes 0.5
 
 
 class Worker:
     """Does the tasks of the SuperNode whose Runtime API is at `address`, on this machine."""
 
     def __init__(self, address: str) -> None:
+        from .flower import client_app
+
         self._address, self._app = address, client_app()
         self._tasks = RuntimeHttpClient.from_server_address(
             address, True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
@@ -49,8 +64,8 @@ class Worker:
         client = RuntimeHttpClient.from_server_address(
             self._address, True, None, [version, RuntimeTokenHttpInterceptor(token)]
         )
-        heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-        heartbeat.start()
+        beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+        beat.start()
         try:
             message, context, _, _ = pull_task_input(client)
             try:
@@ -62,13 +77,49 @@ class Worker:
             push_message(client, reply, context)
             push_task_output(client, context, status, reason)
         finally:
-            heartbeat.stop()
+            beat.stop()
             client.close()
+
+
+def pause(idle: float) -> float:
+    """Seconds until the next look for messages after `idle` seconds without one.
+
+    So a round takes at most a quarter longer, and a server whose clients have nothing to do is left in peace.
+    """
+    return min(max(idle / _PATIENCE, _SOONEST), _LATEST)
+
+
+def until_found(pull: Callable[..., Any]) -> Callable[..., Any]:
+    """`pull`, repeated until it finds a message."""
+
+    def pull_again(**arguments: Any) -> Any:
+        start = time.monotonic()
+        while (found := pull(**arguments)) is None:
+            time.sleep(pause(time.monotonic() - start))
+        return found
+
+    return pull_again
+
+
+def once_ready(push: Callable[..., Any]) -> Callable[..., Any]:
+    """`push`, begun when there is a reply to push."""
+
+    def push_later(state: Any, **arguments: Any) -> Any:
+        while not any(entry.message.metadata.reply_to_message_id for entry in list(state.msg_store.values())):
+            time.sleep(_REPLY)
+        return push(state=state, **arguments)
+
+    return push_later
 
 
 def main() -> None:
     """Run the SuperNode for as long as the process that started it lives."""
-    start_parent_process_monitor(os.getppid())
+    start_parent_process_monitor(int(os.environ.get("ATOLL_PARENT", os.getppid())))
+    node._pull_and_store_message = until_found(node._pull_and_store_message)
+    node._push_messages = once_ready(node._push_messages)
+    for module in (fleet, heartbeat):
+        module.HEARTBEAT_DEFAULT_INTERVAL = _HEARTBEAT  # type: ignore[attr-defined]
+    http_retry.MAX_RETRY_DELAY = _RETRY  # type: ignore[attr-defined]
     flower_supernode()
 
 
