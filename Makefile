@@ -27,7 +27,7 @@ setup: .venv/ready
 .venv/ready: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "Atoll needs Python 3.11 or newer; name one: make PYTHON=python3.12" && false)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -e ".[dev,flower]"
+	$(BIN)/pip install -q -e ".[dev,flower,parties]"
 	touch .venv/ready
 
 clean:
