@@ -20,7 +20,7 @@ from . import protocol
 from .networks import GridNetwork, Head, Network, Params
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
 from .protocol import Noised, Phase
-from .world import Stage, World
+from .world import Outcome, Stage, World
 
 
 class Method(NamedTuple):
@@ -136,7 +136,8 @@ def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) ->
     """A run before its first step."""
     stage = new_stage(setup.world, seed, episodes)
     lead = new_active(setup, method, seed, episodes)
-    peers = tuple(new_peer(setup, seed, place, episodes) for place in _places(method, setup.world))
+    places = _places(method, setup.world)
+    peers = tuple(new_peer(setup, peer_key(seed, place), place, episodes) for place in places)
     cast = _cast(setup, method, Run(lead, peers, stage.state, ()), stage)
     return _packed(*cast, protocol.begin(*cast, Phase.TRAIN))
 
@@ -155,11 +156,16 @@ def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: in
     return new_lead(_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, episodes, dtype)
 
 
-def new_peer(setup: Setup, seed: jax.Array | int, place: int, episodes: int) -> PassiveState:
-    """The passive party of a seed that sees the view number `place`."""
+def peer_key(seed: jax.Array | int, place: int) -> jax.Array:
+    """What the passive party at `place` draws its first weights and its noise from."""
+    return _key(seed, 1 + place)
+
+
+def new_peer(setup: Setup, key: jax.Array, place: int, episodes: int) -> PassiveState:
+    """The passive party that sees the view number `place`."""
     world = setup.world
     return new_passive(
-        _key(seed, 1 + place),
+        key,
         setup.learning,
         setup.network,
         world.shapes[place],
@@ -207,36 +213,79 @@ def _repeat(lead: Lead, peers: tuple[Passive, ...], times: int, lesson: Callable
     put(jax.lax.fori_loop(0, times, body, states()))
 
 
+class Tally(NamedTuple):
+    """How episodes [E] have gone so far."""
+
+    alive: Any
+    success: Any
+    steps: Any
+    reward: Any
+
+    @staticmethod
+    def blank(optimal: jax.Array) -> "Tally":
+        """Of episodes before their first step."""
+        zero = jnp.zeros(optimal.shape)
+        return Tally(zero == 0, zero > 0, jnp.zeros_like(optimal), zero)
+
+    def note(self, outcome: Outcome) -> "Tally":
+        """With one step more."""
+        return Tally(
+            self.alive & ~outcome.ended,
+            self.success | outcome.success,
+            self.steps + self.alive,
+            self.reward + outcome.reward,
+        )
+
+    def score(self, optimal: jax.Array) -> Score:
+        """Of all episodes, the best of which need `optimal` steps [E]."""
+        best = jnp.sum(jnp.where(self.success, optimal, 0))
+        detour = jnp.abs(jnp.sum(jnp.where(self.success, self.steps, 0)) - best) / best
+        return Score(jnp.mean(self.success), detour, jnp.mean(self.reward))
+
+
+def exam_key(seed: jax.Array | int, epoch: jax.Array | int) -> jax.Array:
+    """What an exam draws from; the epoch of a test is 0."""
+    return jax.random.fold_in(_key(seed, 99), epoch)
+
+
+_NOTHING: Any = None  # no memory: nobody writes one outside of training
+
+
+def exam_active(net: Params, head: Head | None, key: jax.Array) -> ActiveState:
+    """The leading party in an exam."""
+    return ActiveState(net, head, (_NOTHING, _NOTHING), _NOTHING, _NOTHING, _NOTHING, key, _NOTHING)
+
+
+def exam_peer(net: Params, key: jax.Array) -> PassiveState:
+    """A passive party in an exam, which draws its noise from `key`."""
+    return PassiveState(net, _NOTHING, _NOTHING, _NOTHING, key, _NOTHING, _NOTHING)
+
+
+def exam_peer_key(key: jax.Array, place: int) -> jax.Array:
+    """What the passive party at `place` draws from in an exam."""
+    return jax.random.fold_in(key, place)
+
+
 def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Score:
     """Play all episodes of a phase, side by side."""
     world = setup.world
     state = world.exam(phase, key)
-    nothing: Any = None  # no memory: nobody writes one outside of training
-    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), nothing, nothing, nothing, key, nothing)
-    peers = tuple(
-        PassiveState(net, nothing, nothing, nothing, jax.random.fold_in(key, i + 1), nothing, nothing)
-        for i, net in enumerate(minds.peers)
-    )
+    lead = exam_active(minds.lead, minds.head, key)
+    peers = tuple(exam_peer(net, exam_peer_key(key, i + 1)) for i, net in enumerate(minds.peers))
     run = Run(lead, peers, state, ())
     cast = _cast(setup, method, run, Stage(world, state, phase))
     run = _packed(*cast, protocol.begin(*cast, phase))
     optimal = world.optimal(state)
 
-    def body(carry: tuple[Run, Any], _: None) -> tuple[tuple[Run, Any], None]:
-        run, (alive, success, steps, reward) = carry
+    def body(carry: tuple[Run, Tally], _: None) -> tuple[tuple[Run, Tally], None]:
+        run, tally = carry
         lead, peers = _cast(setup, method, run, Stage(world, run.stage, phase))
         seen = protocol.step(lead, peers, run.seen)
-        outcome = lead.outcome
-        assert outcome is not None
-        totals = (alive & ~outcome.ended, success | outcome.success, steps + alive, reward + outcome.reward)
-        return (_packed(lead, peers, seen), totals), None
+        assert lead.outcome is not None
+        return (_packed(lead, peers, seen), tally.note(lead.outcome)), None
 
-    zero = jnp.zeros(optimal.shape)
-    start = (run, (zero == 0, zero > 0, jnp.zeros_like(optimal), zero))
-    (_, (_, success, steps, reward)), _ = jax.lax.scan(body, start, None, length=world.limit)
-    best = jnp.sum(jnp.where(success, optimal, 0))
-    detour = jnp.abs(jnp.sum(jnp.where(success, steps, 0)) - best) / best
-    return Score(jnp.mean(success), detour, jnp.mean(reward))
+    (_, tally), _ = jax.lax.scan(body, (run, Tally.blank(optimal)), None, length=world.limit)
+    return tally.score(optimal)
 
 
 def train(
@@ -333,7 +382,7 @@ def _advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -
 @functools.partial(jax.jit, static_argnums=(1, 5))
 def _judge(setup: Setup, method: Method, seeds: jax.Array, minds: Minds, epoch: int, phase: Phase) -> Score:
     def one(seed: jax.Array, minds: Minds) -> Score:
-        return exam(setup, method, minds, jax.random.fold_in(_key(seed, 99), epoch), phase)
+        return exam(setup, method, minds, exam_key(seed, epoch), phase)
 
     score: Score = _each(one, seeds, minds)
     return score
