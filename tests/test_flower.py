@@ -29,7 +29,8 @@ from atoll.deploy import _free_port, make_certs, read_keys
 from atoll.engines.flower import FlowerRun, Home, Terms, client_app
 from atoll.engines.local import LocalEngine
 from atoll.engines.superlink import Guard
-from atoll.engines.wire import Refused, pack, unpack
+from atoll.engines.wire import pack, unpack
+from atoll.errors import Refused
 
 Mischief = Callable[[Message], Message | None]
 

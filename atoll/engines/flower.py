@@ -30,7 +30,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from ..algorithms.base import Trained
-from ..errors import AtollError, require
+from ..errors import AtollError, Refused, require
 from ..federation import Federation, Record, Run, Watcher
 from ..federation import train as train_run
 from ..problems.base import Params
@@ -39,7 +39,6 @@ from ..server import Reports, admit, norm
 from ..store import ClientStore
 from .local import LocalEngine, complete, draw_cohort
 from .wire import (
-    Refused,
     Report,
     Task,
     pack,

@@ -1,0 +1,353 @@
+"""The leading party with the others on machines of their own: the order of calls over a network, and what if one fails.
+
+What is computed is `protocol.step`, to the same numbers. The order of calls saves round trips: all parties are asked at
+once where the method lets them work at once; what a party does after learning (give values, act) it is told in the
+same frame, or while the next party learns; and what the lead does between two answers is one program.
+
+Every `every` steps all parties write a checkpoint, the lead last. When a party is lost, all go back to the newest step
+that everyone has, and the numbers are those of a run that was never interrupted.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import AtollError, require
+from . import protocol, wire
+from .checkpoints import Checkpoints
+from .hosted import HostedLead, host_lead
+from .networks import Head
+from .parties import Lead
+from .protocol import Correction, Joint, Noised, Phase, Records, Values
+from .remote import Gone, Pending, RemotePeer
+from .service import fingerprint
+from .training import Score, Setup, Tally, Training, exam_key
+
+_AGAIN = 0.5  # seconds between two tries to reach a party
+_NOTIFY = 10.0  # seconds a party is missing before it is said
+
+
+class _Asked(NamedTuple):
+    """What an update of the lead brings: for the others, and the records of the next one."""
+
+    told: Any  # Y, its own values and the head; or slopes
+    rows: Records | None
+
+
+def _open(lead: Lead, seen: tuple[Noised, ...], draws: bool) -> tuple[Joint, Any, Records | None]:
+    action = lead.choose(seen)
+    lead.move(action)
+    assert lead.outcome is not None
+    return action, jnp.mean(lead.outcome.reward), lead.draw() if draws else None
+
+
+def _update(lead: Lead, rows: Records, answers: tuple[Values, ...], draws: bool) -> _Asked:
+    now = tuple(answer.now for answer in answers)
+    y = lead.target(rows, tuple(answer.following for answer in answers))
+    if lead.shares_head:
+        lead.learn(rows, y, now)
+        told: Any = (y, lead.share(rows), lead.head)
+    else:
+        told = lead.slopes(rows, y, now)
+        lead.learn(rows, y, now)
+        lead.adopt(None)
+    # Nothing that the others still do changes what is drawn next.
+    return _Asked(told, lead.draw() if draws else None)
+
+
+def _adopt(lead: Lead, head: Head) -> None:
+    lead.adopt(head)
+
+
+def _answer_exam(lead: Lead, seen: tuple[Noised, ...]) -> Joint:
+    return lead.choose(seen)
+
+
+def _move_exam(lead: Lead, action: Joint, tally: Tally) -> Tally:
+    lead.move(action)
+    assert lead.outcome is not None
+    return tally.note(lead.outcome)
+
+
+def remote_step(
+    lead: HostedLead, peers: Sequence[RemotePeer], seen: tuple[Noised, ...], updates: int
+) -> tuple[tuple[Noised, ...], float]:
+    """`protocol.step`; also the mean reward."""
+    train = Phase.TRAIN
+    action, reward, rows = lead.run(_open, seen, draws=updates > 0)
+    if not updates:
+        return _gather([peer.send(train, ("act", action)) for peer in peers]), float(reward)
+    answers = _gather([peer.send(train, ("values", rows)) for peer in peers])
+    for left in reversed(range(updates)):
+        now = tuple(answer.now for answer in answers)
+        told, following = lead.run(_update, rows, answers, draws=left > 0)
+        then: tuple[str, Any] = ("values", following) if left else ("act", action)
+        if lead.shares_head:
+            y, first, head = told
+            asked = []
+            for peer in peers:
+                lesson = ("learn", protocol.lesson(peer.place, rows, y, first, now, head))
+                if peer is peers[-1]:
+                    head, answer = peer.send(train, lesson, then).answers()
+                else:
+                    (head,) = peer.send(train, lesson).answers()
+                    asked.append(peer.send(train, then))
+            answers = (*_gather(asked), answer)
+            lead.run(_adopt, head)
+        else:
+            wanted = zip(peers, told, strict=True)
+            asked = [peer.send(train, ("correct", Correction(rows, slope)), then) for peer, slope in wanted]
+            answers = _gather(asked)
+        rows = following
+    return answers, float(reward)
+
+
+def _gather(asked: Sequence[Pending]) -> tuple[Any, ...]:
+    """The last answer of each."""
+    return tuple(pending.answers()[-1] for pending in asked)
+
+
+class Terms(NamedTuple):
+    """How a lead works with parties elsewhere."""
+
+    every: int = 200  # joint steps between checkpoints
+    wait: float = 600.0  # seconds to wait for a party that is not there
+
+
+class RemoteResult(NamedTuple):
+    """Of a run."""
+
+    steps: int  # of the environment
+    curve: list[dict[str, float]]
+    quiet: Score  # FRL-1
+    noised: Score  # FRL-2
+
+
+_EXAMS = (Phase.VALIDATE, Phase.VALIDATE_NOISED)
+_COLUMNS = ("reward", *(phase.value for phase in _EXAMS))
+
+
+class RemoteTraining:
+    """`training.train` for method frl and one seed, with the passive parties elsewhere."""
+
+    step: int  # joint steps done
+    lead: HostedLead
+    seen: tuple[Any, ...]
+    _kept: list[Any]  # network and head that were best in each exam
+    _best: np.ndarray
+    _idle: np.ndarray
+    _rewards: np.ndarray
+    _curve: np.ndarray
+
+    def __init__(
+        self,
+        run: str,
+        setup: Setup,
+        training: Training,
+        seed: int,
+        settings: Any,
+        peers: Sequence[RemotePeer],
+        folder: Path,
+        terms: Terms | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """A run with the hexadecimal name `run`; `settings`, JSON content, say how parties build the setup."""
+        require(
+            len(peers) == len(setup.world.shapes) - 1,
+            f"there are {len(peers)} addresses of parties, but the world has {len(setup.world.shapes) - 1} views "
+            "besides the lead's",
+        )
+        self._terms = terms or Terms()
+        require(self._terms.every >= 1, f"checkpoint_every is {self._terms.every}; it must be at least 1")
+        self._training, self._peers, self._say = training, peers, say
+        self._forms = wire.Forms(setup, training.parallel)
+        self._greeting = {
+            "run": run,
+            "seed": seed,
+            "episodes": training.parallel,
+            "settings": settings,
+            "world": fingerprint(setup),
+        }
+        self._files = Checkpoints(folder)
+        self._world = setup.world
+        self._warmup = 2 + math.ceil(training.warmup / training.parallel)
+        self._length = training.joint_steps(setup.world.limit)
+        self._setup, self._seed = setup, seed
+        self._shunned: set[str] = set()
+        self._new()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return max(0, self.step - self._warmup) // self._length
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or validation has not got better for long."""
+        return self.epoch >= self._training.epochs or int(self._idle) >= self._training.patience
+
+    @property
+    def curve(self) -> list[dict[str, float]]:
+        """Figures of every epoch."""
+        return [dict(zip(_COLUMNS, map(float, row), strict=True)) for row in self._curve[: self.epoch]]
+
+    def run(
+        self, notify: Callable[[int, dict[str, float]], None] | None = None, stop: threading.Event | None = None
+    ) -> RemoteResult | None:
+        """Train until the end, or until `stop` is set; None if it was."""
+        stop = stop or threading.Event()
+        while not stop.is_set():
+            try:
+                self._gather_all(stop)
+                while not self.finished and not stop.is_set():
+                    self._advance(notify, stop)
+                if not stop.is_set():
+                    quiet, noised = (self._exam(phase, 0) for phase in (Phase.TEST, Phase.TEST_NOISED))
+                    steps = self.epoch * self._length * self._training.parallel
+                    return RemoteResult(steps, self.curve, quiet, noised)
+            except Gone as gone:
+                self._say(f"{gone}; waiting for it up to {self._terms.wait:g} s")
+                if gone.process:
+                    self._shunned.add(gone.process)
+        return None
+
+    def _advance(self, notify: Callable[[int, dict[str, float]], None] | None, stop: threading.Event) -> None:
+        """One joint step, and what is due after it."""
+        updates = self._training.updates if self.step >= self._warmup else 0
+        self.seen, reward = remote_step(self.lead, self._peers, self.seen, updates)
+        self.step += 1
+        if self.step > self._warmup:
+            self._rewards += reward
+            if (self.step - self._warmup) % self._length == 0:
+                self._validate()
+                if notify is not None:
+                    notify(self.epoch, self.curve[-1])
+        if self.step % self._terms.every == 0 or self.finished or stop.is_set():
+            self._save()
+
+    def _validate(self) -> None:
+        """Score all parties, and let them keep what they know where it is the best so far."""
+        row, better = [float(self._rewards) / self._length], False
+        for i, phase in enumerate(_EXAMS):
+            success = self._exam(phase, self.epoch).success
+            row.append(success)
+            if success > self._best[i]:
+                _gather_none([peer.send(phase, ("keep", np.int32(self.epoch))) for peer in self._peers])
+                self._kept[i] = _copy((self.lead.state.net, self.lead.state.head))
+                self._best[i], better = success, True
+        self._idle = np.asarray(0 if better else self._idle + 1)
+        self._curve[self.epoch - 1] = row
+        self._rewards = np.asarray(0.0)
+
+    def _exam(self, phase: Phase, epoch: int) -> Score:
+        """Play all episodes of a phase."""
+        key = exam_key(self._seed, epoch)
+        net, head = self._kept[_EXAMS.index(_best_in(phase))] if phase.tests else self._mind()
+        lead = self.lead.exam(phase, net, head, key)
+        optimal = self._world.optimal(lead.stage.state)
+        tally = Tally.blank(optimal)
+        lead.begin(phase)
+        seen = _gather([peer.send(phase, ("begin", np.int32(epoch))) for peer in self._peers])
+        for _ in range(self._world.limit):
+            action = lead.run(_answer_exam, seen)
+            asked = [peer.send(phase, ("act", action)) for peer in self._peers]
+            tally = lead.run(_move_exam, action, tally)
+            seen = _gather(asked)
+            if not np.any(tally.alive):
+                break
+        return Score(*map(float, tally.score(optimal)))
+
+    def _mind(self) -> tuple[Any, Any]:
+        return self.lead.state.net, self.lead.state.head
+
+    def _save(self) -> None:
+        """Let all parties keep this step, then keep it here: what the lead has, all have."""
+        _gather_none([peer.send(Phase.TRAIN, ("save", np.int32(self.step))) for peer in self._peers])
+        self._files.save(self.step, self._held())
+
+    def _gather_all(self, stop: threading.Event) -> None:
+        """Wait for all parties, and go on with them from the newest step that all have, or begin."""
+        there = self._files.readable(self._held())
+        common = set(there)
+        for peer in self._peers:
+            steps = self._greet(peer, stop)
+            if stop.is_set():
+                return
+            if there and not common & set(steps):
+                raise AtollError(
+                    f"{peer.name} has none of the steps {sorted(common)} from which this run can go on (it has "
+                    f"{steps or 'none'}); give it the folder it had, or begin a run with another --name"
+                )
+            common &= set(steps)
+        step = max(common) if there else -1
+        for peer in self._peers:
+            peer.start(self._greeting["run"], step)
+        if step < 0:
+            self._new()
+            self.lead.begin(Phase.TRAIN)
+            self.seen = _gather([peer.send(Phase.TRAIN, ("begin", np.int32(0))) for peer in self._peers])
+            self._save()
+            return
+        self._put(step, self._files.load(step, self._held()))
+        self._say(f"going on after joint step {step}")
+
+    def _greet(self, peer: RemotePeer, stop: threading.Event) -> list[int]:
+        end, said = time.monotonic() + self._terms.wait, time.monotonic() + _NOTIFY
+        while not stop.is_set():
+            try:
+                steps = peer.greet(self._forms, **self._greeting)
+                if peer.process not in self._shunned:
+                    return steps
+                why = f"{peer.name} has not been started again since it was refused"
+            except Gone as gone:
+                why = str(gone)
+            if time.monotonic() > end:
+                raise AtollError(f"{why}; gave up after {self._terms.wait:g} s; the same command goes on")
+            if time.monotonic() > said:
+                said = math.inf
+                self._say(f"{why}; waiting for it up to {self._terms.wait:g} s")
+            stop.wait(_AGAIN)
+        return []
+
+    def _new(self) -> None:
+        """Nothing learned yet."""
+        self.step = 0
+        self.lead = host_lead(self._setup, self._seed, self._training.parallel)
+        self.seen = tuple(
+            jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), self._forms.answer("begin", Phase.TRAIN))
+            for _ in self._peers
+        )
+        self._kept = [_copy(self._mind()) for _ in _EXAMS]
+        self._best = np.full(len(_EXAMS), -1.0)
+        self._idle, self._rewards = np.asarray(0), np.asarray(0.0)
+        self._curve = np.full((self._training.epochs, len(_COLUMNS)), np.nan)
+
+    def _held(self) -> Any:
+        """All that a checkpoint holds."""
+        figures = (self._best, self._idle, self._rewards, self._curve)
+        return (self.lead.state, self.lead.stage.state, self.seen, self._kept, figures)
+
+    def _put(self, step: int, held: Any) -> None:
+        self.step = step
+        self.lead.state, self.lead.stage.state, self.seen, self._kept, figures = held
+        self._best, self._idle, self._rewards, self._curve = (np.array(x) for x in figures)
+
+
+def _best_in(phase: Phase) -> Phase:
+    return Phase.VALIDATE_NOISED if phase.noised else Phase.VALIDATE
+
+
+def _gather_none(asked: Sequence[Pending]) -> None:
+    for pending in asked:
+        pending.answers()
+
+
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
