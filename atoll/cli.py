@@ -29,7 +29,7 @@ from .problems import PROBLEMS
 from .problems.data import DATASETS
 from .problems.models import MODELS
 from .problems.partition import PARTITIONS
-from .recipes import RECIPES, recipe, with_budget
+from .recipes import RECIPES, VERTICAL, recipe, with_budget
 from .runs import main_score
 from .server import OPTIMIZERS, WEIGHTINGS
 from .server.impact import Mind
@@ -46,6 +46,7 @@ from .terminal import (
     stage_tracker,
 )
 from .version import __version__
+from .vertical.commands import is_vertical, resume_vertical, run_vertical
 
 T = TypeVar("T")
 
@@ -105,7 +106,9 @@ class _StartOptions(_RunOptions):
 
 def run_command(arguments: list[str]) -> int:
     """Train: atoll run RECIPE|CONFIG.json [--algorithm NAME] [--rounds N --clients N --cohort N --seed N --name X]."""
-    name, rest = positional(arguments, "a recipe", RECIPES)
+    name, rest = positional(arguments, "a recipe", (*RECIPES, *VERTICAL))
+    if is_vertical(name):
+        return run_vertical(name, rest)
     chosen, rest = option(rest, "--algorithm")
     label, default = base_federation(name, chosen)
     options = parse(_StartOptions, _StartOptions(default), rest, f"atoll run {name}")
@@ -148,6 +151,8 @@ def resume_command(arguments: list[str]) -> int:
         how: Annotated[How, tyro.conf.arg(name="")] = dataclasses.field(default_factory=How)
 
     directory, rest = positional(arguments, "a run's directory")
+    if is_vertical(directory):
+        return resume_vertical(directory, rest)
     options = parse(Options, Options(), rest, "atoll resume DIR")
     _check_run(directory)
     run = Run.resume(directory, options.rounds, _engine(options.how.devices))
@@ -355,7 +360,8 @@ def list_command(arguments: list[str]) -> int:
         raise AtollError(f"atoll list takes no argument, got '{arguments[0]}'")
     show = Console(highlight=False, width=120)
     groups: dict[str, dict[str, str]] = {
-        "recipes": {name: entry.summary for name, entry in RECIPES.items()},
+        "recipes": {name: entry.summary for name, entry in RECIPES.items()}
+        | {name: entry.summary for name, entry in VERTICAL.items()},
         "algorithms": {name: _first_line(cls) for name, cls in ALGORITHMS.items()},
         "problems": {name: _first_line(cls) for name, cls in PROBLEMS.items()},
         "data sets": dict.fromkeys(DATASETS, ""),

@@ -24,3 +24,9 @@ def require(condition: bool, message: str) -> None:
     """Raise `AtollError(message)` unless `condition` holds."""
     if not condition:
         raise AtollError(message)
+
+
+def check_counts(**values: int | None) -> None:
+    """Every count must be at least 1; None stands for a default."""
+    for name, value in values.items():
+        require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")

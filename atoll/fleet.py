@@ -218,7 +218,7 @@ def _gather(requests: dict[int, Gathering]) -> dict[int, Data]:
     return found
 
 
-def stack_works(works: Sequence[Work]) -> tuple[Work, Axes]:
+def stack_works(works: Sequence[T]) -> tuple[T, Axes]:
     """Works as one, and which of its leaves have a leading axis: all but arrays that are the same in every run."""
     flat = [jax.tree.flatten(work) for work in works]
     stacked, axes = [], []
@@ -228,7 +228,8 @@ def stack_works(works: Sequence[Work]) -> tuple[Work, Axes]:
             raise AtollError("these runs' data differ in shape, so they cannot be one batch; run them one by one")
         stacked.append(column[0] if same else jnp.stack([jnp.asarray(leaf) for leaf in column]))
         axes.append(not same)
-    return jax.tree.unflatten(flat[0][1], stacked), tuple(axes)
+    together: T = jax.tree.unflatten(flat[0][1], stacked)
+    return together, tuple(axes)
 
 
 def _placed(first: Run, works: Sequence[Work]) -> tuple[Any, Work]:

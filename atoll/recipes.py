@@ -3,12 +3,13 @@
 import dataclasses
 
 from .algorithms import ALGORITHMS, Algorithm, Centralised, Ditto, FedAvg, FedProx, FedRep, LocalOnly, Meta, PFedMe
-from .errors import unknown
+from .errors import AtollError, unknown
 from .federation import Evaluation, Federation
 from .problems import Classification, Gym, Locomotion
 from .problems.classification import Scaling
 from .rl.objective import Objective
 from .server import FedAdam, Server
+from .vertical import Experiment, GridWorld
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +168,27 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class VerticalRecipe:
+    """A vertical federation with a line of explanation."""
+
+    summary: str
+    experiment: Experiment
+
+
+VERTICAL: dict[str, VerticalRecipe] = {
+    f"frl/grid-{size}": VerticalRecipe(
+        f"FRL (Zhuo et al. 2019): two agents look for each other in a {size}x{size} grid, each sees what is around it",
+        Experiment(GridWorld(size=size)),
+    )
+    for size in (8, 16, 32)
+}
+
+
 def recipe(name: str) -> Recipe:
     """The recipe of that name."""
+    if name in VERTICAL:
+        raise AtollError(f"{name} is a vertical federation, which has no clients; train it with: atoll run {name}")
     if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
+        raise unknown("recipe", name, (*RECIPES, *VERTICAL))
     return RECIPES[name]

@@ -98,8 +98,9 @@ class RunFiles:
         """Append one record to the clients' scores."""
         self._logs["clients.jsonl"].write(json.dumps(record) + "\n")
 
-    def save(self, round_: int, state: Any, store: ClientStore) -> None:
-        """Checkpoint the server's `state` and the rows that clients wrote since the last one."""
+    def save(self, round_: int, state: Any, store: ClientStore | None = None) -> None:
+        """Checkpoint the server's `state` and the rows that clients, if there are any, wrote since the last one."""
+        store = ClientStore(None) if store is None else store
         for log in self._logs.values():
             log.flush()
         ids, leaves = store.take_changes()
@@ -113,8 +114,9 @@ class RunFiles:
             (self._folder / f"model-{old:08d}.npz").unlink()
         self._compact(kept[0], len(store))
 
-    def restore(self, template: Any, store: ClientStore) -> tuple[int, Any] | None:
+    def restore(self, template: Any, store: ClientStore | None = None) -> tuple[int, Any] | None:
         """Round and state of the newest checkpoint that is whole, and the store's rows; None if there never was one."""
+        store = ClientStore(None) if store is None else store
         if not self._rounds("model"):
             self._cut_logs(dict.fromkeys(_LOGS, 0))
             return None
@@ -268,6 +270,17 @@ def _load_arrays(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path.name} does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as archive:
         return dict(archive)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a JSON-lines file; a last line cut off by a kill is ignored."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

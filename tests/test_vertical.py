@@ -20,8 +20,9 @@ from atoll.vertical.hosted import host_lead, host_passive
 from atoll.vertical.networks import DenseNetwork, GridNetwork, Head, combine, new_head
 from atoll.vertical.parties import Learning, Rewards, new_memory, new_rewards
 from atoll.vertical.protocol import Noise, Phase
-from atoll.vertical.training import METHODS, Setup, Training, train
-from atoll.vertical.world import Outcome, Stage
+from atoll.vertical.training import METHODS, Setup, Training
+from atoll.vertical.trials import Experiment, Result, Trials
+from atoll.vertical.world import Outcome, Stage, WorldSettings
 
 advance = jax.jit(training.advance, static_argnums=(1, 3, 4))
 begin = jax.jit(training.begin, static_argnums=(1, 3))
@@ -38,13 +39,16 @@ class Round(NamedTuple):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["parties", "exams"])
 @dataclasses.dataclass(frozen=True)
-class Signals:
+class Signals(WorldSettings):
     """Every party sees one bit; the joint action that spells all of them ends the episode well. Two tries."""
 
     parties: int = 2
     exams: int = 200
 
     limit = 2
+
+    def build(self) -> "Signals":
+        return self
 
     @property
     def actions(self) -> int:
@@ -211,10 +215,11 @@ def test_the_expert_needs_the_optimal_number_of_steps() -> None:
 
 def test_starts_are_apart_and_splits_are() -> None:
     grid = GridWorld(maps="generated", counts=(20, 10, 10)).build()
-    gap = np.abs(np.asarray(grid.start[:, 0] - grid.start[:, 1])).sum(-1)
+    used = np.concatenate([grid.pool[: grid.train], *(exam[exam >= 0] for exam in grid.exams)])
+    gap = np.abs(np.asarray(grid.start[used, 0] - grid.start[used, 1])).sum(-1)
     assert gap.min() >= 2
-    train_maps = set(np.asarray(grid.map[: grid.plan.train]))
-    valid, test = (set(np.asarray(grid.map[exam])) for exam in grid.exams)
+    train_maps = set(np.asarray(grid.map[grid.pool[: grid.train]]))
+    valid, test = (set(np.asarray(grid.map[exam[exam >= 0]])) for exam in grid.exams)
     assert max(train_maps) < 20 <= min(valid)
     assert max(valid) < 30 <= min(test)
 
@@ -422,13 +427,26 @@ def test_networks_start_as_the_authors_do() -> None:
 # Learning
 
 
+def train(
+    world: Signals,
+    method: Any,
+    learning: Learning,
+    training: Training,
+    network: DenseNetwork,
+    seeds: tuple[int, ...] = (0,),
+) -> tuple[list[Result], list[dict[str, Any]]]:
+    trials = Trials([Experiment(world, method, learning, network, training, seed) for seed in seeds])
+    trials.advance()
+    return trials.results(), trials.history
+
+
 EASY = Learning(noise=Noise(sigma=0.1), explore_steps=500, replay=2000, rate=3e-3, positive=0.5)
 
 
 def test_parties_learn_together_what_neither_can_alone() -> None:
     budget = Training(epochs=4, epoch=1200, parallel=4)
     scores = {
-        name: train(Signals(), name, EASY, budget, DenseNetwork(32))[0] for name in ("random", "dqn-alpha", "frl")
+        name: train(Signals(), name, EASY, budget, DenseNetwork(32))[0][0] for name in ("random", "dqn-alpha", "frl")
     }
     assert scores["random"].quiet.success < 0.6
     assert scores["dqn-alpha"].quiet.success < 0.9
@@ -438,32 +456,32 @@ def test_parties_learn_together_what_neither_can_alone() -> None:
 
 def test_imitation_learns_the_expert() -> None:
     budget = Training(epochs=2, epoch=600)
-    result = train(Signals(), "cnn-full", Learning(replay=1000, rate=3e-3), budget, DenseNetwork(32))[0]
+    (result,), _ = train(Signals(), "cnn-full", Learning(replay=1000, rate=3e-3), budget, DenseNetwork(32))
     assert result.quiet.success > 0.95
 
 
 def test_a_run_is_the_same_again_and_beside_others() -> None:
     learning, budget = Learning(batch=8, replay=200), Training(epochs=2, epoch=60, parallel=2, updates=2)
-    alone = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(5,))[0]
-    beside = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(4, 5))
-    for x, z in zip(jax.tree.leaves(alone.minds), jax.tree.leaves(beside[1].minds), strict=True):
+    (alone,), curve = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(5,))
+    (_, beside), curves = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(4, 5))
+    for x, z in zip(jax.tree.leaves(alone.minds), jax.tree.leaves(beside.minds), strict=True):
         np.testing.assert_array_equal(x, z)
-    assert alone.curve == beside[1].curve
-    assert alone.quiet == beside[1].quiet
-    assert alone.curve != beside[0].curve
+    assert alone.quiet == beside.quiet
+    for row, rows in zip(curve, curves, strict=True):
+        assert row["validation"]["noised"] == rows["validation"]["noised"][1]
+        assert row["training"]["loss"] == rows["training"]["loss"][1] != rows["training"]["loss"][0]
 
 
 def test_training_stops_when_validation_stays_the_same() -> None:
     learning = dataclasses.replace(EASY, rate=1e-9)
     budget = Training(epochs=50, epoch=1200, parallel=4, patience=2)
-    rows: list[int] = []
-    train(Signals(), "dqn-alpha", learning, budget, DenseNetwork(32), notify=lambda epoch, _: rows.append(epoch))
-    assert 3 <= len(rows) < 50
+    (result,), rows = train(Signals(), "dqn-alpha", learning, budget, DenseNetwork(32))
+    assert 3 <= len(rows) == result.epochs < 50
 
 
 def test_what_cannot_work_is_named() -> None:
     with pytest.raises(AtollError, match="did you mean 'dqn-full'"):
-        train(Signals(), "dqn-ful")
+        Experiment(Signals(), "dqn-ful")  # type: ignore[arg-type]
     with pytest.raises(AtollError, match="size is 9"):
         GridWorld(size=9)
     with pytest.raises(AtollError, match="at least 400"):

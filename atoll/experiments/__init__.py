@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import feddrl, fmrl, per_fedavg
+from . import feddrl, fmrl, frl, per_fedavg
 
 EXPERIMENTS: dict[str, type[Any]] = {
     "per-fedavg/table1": per_fedavg.Table1,
@@ -22,4 +22,6 @@ EXPERIMENTS: dict[str, type[Any]] = {
     "feddrl/fig7": feddrl.Fig7,
     "feddrl/fig8": feddrl.Fig8,
     "feddrl/fig10": feddrl.Fig10,
+    "frl/table1": frl.Table1,
+    "frl/fig3": frl.Fig3,
 }

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from scipy import stats
 
-from ..errors import require
 from ..federation import Federation, Record, Run
 from ..fleet import Fleet, FleetWatcher
 from ..machine import cores
@@ -32,12 +31,6 @@ class Job(NamedTuple):
     federation: Federation
     about: Cell
     kin: Hashable
-
-
-def check_counts(**values: int | None) -> None:
-    """Every count must be at least 1; None stands for an item's own."""
-    for name, value in values.items():
-        require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
 
 
 def train_jobs(

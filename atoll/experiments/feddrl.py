@@ -17,17 +17,18 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..errors import require, unknown
+from ..errors import check_counts, require, unknown
 from ..federation import Evaluation, Federation, Record
 from ..fleet import Fleet
 from ..machine import cores
 from ..problems import Classification
 from ..problems.partition import PARTITIONS, ClusteredEqual
 from ..recipes import recipe
-from ..report.report import COLOURS, read_lines
+from ..report.report import COLOURS
+from ..runs import read_lines
 from ..server import WEIGHTINGS, Server
 from ..settings import parse_spec
-from .cells import Cell, Job, Track, check_counts, train_jobs, verdict
+from .cells import Cell, Job, Track, train_jobs, verdict
 from .show import band, finish, header, row, shown, written
 
 # Algorithm and weighting.

@@ -14,15 +14,16 @@ from matplotlib.figure import Figure
 
 from ..algorithms import Meta
 from ..algorithms.meta import ORDERS
-from ..errors import unknown
+from ..errors import check_counts, unknown
 from ..federation import Evaluation, Federation, Record
 from ..fleet import Fleet
 from ..problems import Locomotion
 from ..recipes import recipe
-from ..report.report import COLOURS, read_lines
+from ..report.report import COLOURS
 from ..rl.bodies import TASKS, Dynamics
+from ..runs import read_lines
 from ..server import FedAdam, Server
-from .cells import Cell, Job, Track, check_counts, read_cells, train_jobs, verdict
+from .cells import Cell, Job, Track, read_cells, train_jobs, verdict
 from .show import band, finish, header, row, shown, written
 
 METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}

@@ -17,10 +17,11 @@ from matplotlib.figure import Figure
 
 from ..algorithms import Algorithm, FedAvg, Meta
 from ..algorithms.meta import Order
+from ..errors import check_counts
 from ..federation import Evaluation, Federation
 from ..machine import cores
 from ..problems import Classification
-from .cells import Cell, Track, check_counts, read_cells, run_cells, verdict
+from .cells import Cell, Track, read_cells, run_cells, verdict
 from .show import shown
 
 METHODS: dict[str, Order | None] = {"FedAvg": None, "FO": "first", "HF": "hessian-free", "exact": "exact"}

@@ -1,6 +1,5 @@
 """A report of runs: curves and clients before and after personalisation as a picture, a table in Markdown."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..errors import AtollError
-from ..runs import RunFiles, main_score
+from ..runs import RunFiles, main_score, read_lines
 from .impact_plot import impact_figure
 
 COLOURS = ("#0b6e8f", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d5524", "#2e4057", "#c06c84")
@@ -42,17 +41,6 @@ def read_run(path: Path) -> Logged:
         raise AtollError(f"{path} has no evaluation yet; let it run, or continue it: atoll resume {path}")
     rounds = [record for record in metrics if "evaluation" not in record]
     return Logged(path.name, config, rounds, evaluations, clients[-1])
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a last line cut off by a kill is ignored."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
 
 
 def figure(runs: Sequence[Logged]) -> Figure:

@@ -6,13 +6,15 @@ from .hosted import HostedLead, HostedPassive, host_lead, host_passive
 from .networks import DenseNetwork, GridNetwork, Head
 from .parties import Lead, Learning, Passive
 from .protocol import Noise, Peer, Phase, Recorded
-from .training import METHODS, Result, Score, Setup, Training, train
-from .world import Outcome, Stage, World
+from .training import METHODS, Score, Setup, Training
+from .trials import Experiment, Result, Trials
+from .world import Outcome, Stage, World, WorldSettings
 
 __all__ = [
     "METHODS",
     "Account",
     "DenseNetwork",
+    "Experiment",
     "GridNetwork",
     "GridWorld",
     "Head",
@@ -31,10 +33,11 @@ __all__ = [
     "Setup",
     "Stage",
     "Training",
+    "Trials",
     "World",
+    "WorldSettings",
     "account",
     "host_lead",
     "host_passive",
-    "train",
     "vectors_sent",
 ]

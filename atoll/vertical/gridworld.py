@@ -12,7 +12,6 @@ the authors' 8x8 starts count as met and a random policy succeeds in 93%, as an 
 """
 
 import functools
-import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,9 @@ from ..errors import AtollError, require
 from ..settings import settings
 from .networks import Views
 from .protocol import Phase
-from .world import Outcome
+from .world import Outcome, WorldSettings
 
+Setting = Literal["corrected", "as-published"]
 SIZES = (8, 16, 32)
 LONGEST = {8: 19, 16: 43, 32: 89}  # cells of the longest shortest path; an episode has twice as many steps
 HISTORY = {8: 2, 16: 4, 32: 8}
@@ -149,12 +149,12 @@ class Places(NamedTuple):
 
 
 @settings
-class GridWorld:
+class GridWorld(WorldSettings):
     """Settings of a grid world; `build` makes the world."""
 
     size: int = 8
     """cells along an edge, border included: 8, 16 or 32"""
-    setting: Literal["corrected", "as-published"] = "corrected"
+    setting: Setting = "corrected"
     """see the top of this file"""
     maps: Literal["any", "generated", "published"] = "any"
     """published: the authors', from ATOLL_DATA; any: those if they are there, else generated ones"""
@@ -177,6 +177,15 @@ class GridWorld:
             require(agent in (0, 1), f"views has the agent {agent}; there are two, 0 and 1")
             require(width % 2 == 1, f"views has the width {width}; it must be odd, with the agent in the middle")
 
+    @property
+    def frames(self) -> int:
+        """Frames that a party sees."""
+        return self.history or HISTORY[self.size]
+
+    def describe(self) -> str:
+        """Size and setting."""
+        return f"{self.size}x{self.size} grid, {self.setting}"
+
     def build(self) -> "Grid":
         """The world, with its maps on the device."""
         return _build(self)
@@ -191,13 +200,15 @@ def _build(grid: GridWorld) -> "Grid":
         f"counts is {grid.counts}, {total} maps; the authors have {len(maps.free)}",
     )
     corrected = grid.setting == "corrected"
-    if corrected:
-        maps = maps.where(maps.cells >= 3)
-    bounds = np.searchsorted(maps.map, np.cumsum((0, *grid.counts)))
-    fresh = np.flatnonzero(np.diff(maps.map, prepend=-1))  # the first pair of each map
-    exams = tuple(fresh[(fresh >= low) & (fresh < high)] for low, high in itertools.pairwise(bounds[1:]))
+    usable = np.flatnonzero((maps.cells >= (3 if corrected else 1)) & (maps.map < total))
+    which, places = np.unique(maps.map[usable], return_index=True)
+    first = np.full(total, -1, np.int32)  # the first pair of each map, if it has one
+    first[which] = usable[places]
+    _, *exams = np.split(first, np.cumsum(grid.counts)[:-1])
+    trained = maps.map < grid.counts[0]
+    pool = usable[trained[usable]]
     require(
-        bounds[1] > 0 and all(len(exam) for exam in exams),
+        len(pool) > 0 and all(np.any(exam >= 0) for exam in exams),
         f"counts is {grid.counts}; too few maps have cells to start from",
     )
     made = np.arange(maps.moves.shape[1]) < maps.cells[:, None] - 1
@@ -207,32 +218,32 @@ def _build(grid: GridWorld) -> "Grid":
         start = np.minimum(start + 1, grid.size - 2)
     margin = max(width for _, width in grid.views) // 2
     free = np.pad(maps.free, ((0, 0), (margin, margin), (margin, margin)))
-    frames = grid.history or HISTORY[grid.size]
     return Grid(
         free=jnp.asarray(free, jnp.int8),
         map=jnp.asarray(maps.map),
         start=jnp.asarray(start, jnp.int32),
         cells=jnp.asarray(maps.cells),
         moves=jnp.asarray(maps.moves),
+        pool=jnp.asarray(np.resize(pool, np.sum(trained)), jnp.int32),
+        train=jnp.asarray(len(pool), jnp.int32),
         exams=tuple(jnp.asarray(exam, jnp.int32) for exam in exams),
-        plan=Plan(grid.size, corrected, grid.views, frames, int(bounds[1]), margin),
+        corrected=jnp.asarray(corrected),
+        plan=Plan(grid.size, grid.views, grid.frames, margin),
     )
 
 
 class Plan(NamedTuple):
-    """What a compiled program must know of a grid world."""
+    """What a compiled program must know of a grid world; the rest are numbers, the same in both settings' shapes."""
 
     size: int
-    corrected: bool
     views: tuple[tuple[int, int], ...]
     frames: int
-    train: int  # pairs of cells to train from
     margin: int  # cells of obstacle around the maps
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["free", "map", "start", "cells", "moves", "exams"],
+    data_fields=["free", "map", "start", "cells", "moves", "pool", "train", "exams", "corrected"],
     meta_fields=["plan"],
 )
 @dataclass(frozen=True)
@@ -244,7 +255,10 @@ class Grid:
     start: jax.Array  # [E, 2, 2]
     cells: jax.Array  # [E]
     moves: jax.Array  # [E, longest - 1]
-    exams: tuple[jax.Array, ...]  # pairs of validation and test, one for each map
+    pool: jax.Array  # pairs to train from, as many as `train` says
+    train: jax.Array
+    exams: tuple[jax.Array, ...]  # pairs of validation and test, one for each map; -1 for a map without any
+    corrected: jax.Array  # whether distances are Manhattan distances
     plan: Plan
 
     @property
@@ -265,7 +279,7 @@ class Grid:
     def fresh(self, key: jax.Array, episodes: int) -> Places:
         """Training episodes, drawn at random."""
         key, draw = jax.random.split(key)
-        return self._start(jax.random.randint(draw, (episodes,), 0, self.plan.train), key)
+        return self._start(self.pool[jax.random.randint(draw, (episodes,), 0, self.train)], key)
 
     def exam(self, phase: Phase, key: jax.Array) -> Places:
         """One episode on every map of validation or of the test."""
@@ -280,7 +294,7 @@ class Grid:
         free = self._free(state.episode[:, None], wanted)
         position = jnp.where(free[..., None], wanted, state.position)
         gap = position[:, 0] - position[:, 1]
-        distance = jnp.sum(jnp.abs(gap), -1) if self.plan.corrected else jnp.abs(jnp.sum(gap, -1))
+        distance = jnp.where(self.corrected, jnp.sum(jnp.abs(gap), -1), jnp.abs(jnp.sum(gap, -1)))
         met = distance <= 1
         reward = jnp.sum(jnp.where(free, -1.0, -10.0), -1) + self.plan.size / (distance + 1) + 50.0 * met
         time = state.time + 1
@@ -317,11 +331,11 @@ class Grid:
 
     def optimal(self, state: Places) -> jax.Array:
         """Joint steps until the agents are beside each other if both follow the shortest path."""
-        return jnp.maximum((self.cells[state.episode] - 1) // 2, 1)
+        return jnp.where(state.over, 0, jnp.maximum((self.cells[state.episode] - 1) // 2, 1))
 
     def _start(self, episode: jax.Array, key: jax.Array) -> Places:
-        nothing = jnp.zeros(episode.shape, jnp.int32)
-        state = Places(episode, self.start[episode], nothing, nothing > 0, (), key)
+        missing, episode = episode < 0, jnp.maximum(episode, 0)
+        state = Places(episode, self.start[episode], jnp.zeros_like(episode), missing, (), key)
         blank = self.plan.frames - 1
         history = tuple(
             jnp.pad(frame[..., None], ((0, 0), (0, 0), (0, 0), (blank, 0))) for frame in self._frames(state)

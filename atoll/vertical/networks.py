@@ -104,7 +104,7 @@ def combine(head: Head, values: tuple[jax.Array, ...]) -> jax.Array:
 def dense(key: jax.Array, inputs: int, outputs: int) -> Layer:
     """A layer that has learned nothing."""
     w = _DENSE * jax.random.truncated_normal(key, -2.0, 2.0, (inputs, outputs))
-    return {"w": w, "b": jnp.full(outputs, _BIAS)}
+    return {"w": w, "b": jnp.full(outputs, _BIAS, jnp.float32)}
 
 
 def affine(x: jax.Array, layer: Layer) -> jax.Array:
@@ -115,4 +115,7 @@ def affine(x: jax.Array, layer: Layer) -> jax.Array:
 def _xavier(key: jax.Array, shape: tuple[int, ...]) -> Layer:
     area = math.prod(shape[:-2])
     bound = math.sqrt(6 / (area * (shape[-2] + shape[-1])))
-    return {"w": jax.random.uniform(key, shape, minval=-bound, maxval=bound), "b": jnp.full(shape[-1], _BIAS)}
+    return {
+        "w": jax.random.uniform(key, shape, minval=-bound, maxval=bound),
+        "b": jnp.full(shape[-1], _BIAS, jnp.float32),
+    }

@@ -304,6 +304,7 @@ class ActiveState(NamedTuple):
     rewards: Rewards
     key: jax.Array
     updates: jax.Array
+    loss: jax.Array  # of the last update
 
 
 class Lead:
@@ -411,9 +412,10 @@ class Lead:
             return td_loss(params[1], (own, *now), done, target)
 
         params = (state.net, state.head)
-        step, moments = self.learning.optimizer.update(jax.grad(loss)(params), state.moments)
+        error, slope = jax.value_and_grad(loss)(params)
+        step, moments = self.learning.optimizer.update(slope, state.moments)
         net, head = optax.apply_updates(params, step)
-        self.state = state._replace(net=net, head=head, moments=moments, key=key)
+        self.state = state._replace(net=net, head=head, moments=moments, key=key, loss=error)
 
     def share(self, records: Records) -> Noised:
         """One's own values, after one's update, for the others."""
@@ -470,6 +472,7 @@ def new_lead(
         new_rewards(memory),
         key,
         jnp.zeros((), jnp.int32),
+        jnp.zeros(()),
     )
 
 

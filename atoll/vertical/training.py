@@ -1,4 +1,4 @@
-"""Training in one process: world, replay, protocol and updates as one compiled program, for many runs at once.
+"""Training in one process: world, replay, protocol and updates as one compiled program.
 
 The program traces `protocol.step` with the parties of `parties.py` as each other's peers, so that it computes what the
 same parties compute when they talk over a network.
@@ -12,12 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..errors import require, unknown
+from ..errors import require
 from ..settings import settings
 from . import protocol
-from .networks import GridNetwork, Head, Network, Params
+from .networks import Head, Params
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
 from .protocol import Noised, Phase
 from .world import Outcome, Stage, World
@@ -31,6 +30,7 @@ class Method(NamedTuple):
     policy: Literal["learn", "imitate", "random"] = "learn"
 
 
+MethodName = Literal["frl", "dqn-alpha", "dqn-beta", "dqn-full", "cnn-alpha", "cnn-full", "random"]
 METHODS: dict[str, Method] = {
     "frl": Method("first", federated=True),
     "dqn-alpha": Method("first"),
@@ -111,19 +111,6 @@ class Setup(NamedTuple):
     network: Any
 
 
-class Result(NamedTuple):
-    """Of one run."""
-
-    method: str
-    seed: int
-    steps: int  # of the environment
-    curve: list[dict[str, float]]  # one row an epoch
-    quiet: Score  # test without noise; FRL-1
-    noised: Score  # test with noise on all vectors; FRL-2
-    minds: Minds  # best in validation without noise
-    minds_noised: Minds  # and with
-
-
 def prepared(method: Method, learning: Learning) -> Learning:
     """The settings with which a method learns."""
     if method.federated:
@@ -144,7 +131,7 @@ def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) ->
 
 def new_stage(world: World, seed: jax.Array | int, episodes: int) -> Stage:
     """The training episodes of a seed; whoever knows it can follow them."""
-    return Stage(world, world.fresh(_key(seed, 0), episodes))
+    return Stage(world, world.fresh(draw_key(seed, 0), episodes))
 
 
 def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> ActiveState:
@@ -153,12 +140,12 @@ def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: in
     parties = 1 + len(_places(method, world))
     shapes = tuple(world.shapes[view] for view in views)
     dtype = _dtype(world)
-    return new_lead(_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, episodes, dtype)
+    return new_lead(draw_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, episodes, dtype)
 
 
 def peer_key(seed: jax.Array | int, place: int) -> jax.Array:
     """What the passive party at `place` draws its first weights and its noise from."""
-    return _key(seed, 1 + place)
+    return draw_key(seed, 1 + place)
 
 
 def new_peer(setup: Setup, key: jax.Array, place: int, episodes: int) -> PassiveState:
@@ -176,18 +163,25 @@ def new_peer(setup: Setup, key: jax.Array, place: int, episodes: int) -> Passive
     )
 
 
-def advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -> tuple[Run, jax.Array]:
-    """Play `steps` joint steps, each followed by so many updates; also the mean reward of a step."""
+class Gains(NamedTuple):
+    """Means over steps of training."""
 
-    def body(run: Run, _: None) -> tuple[Run, jax.Array]:
+    reward: jax.Array
+    loss: jax.Array  # of an update
+
+
+def advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -> tuple[Run, Gains]:
+    """Play `steps` joint steps, each followed by so many updates; also how it went."""
+
+    def body(run: Run, _: None) -> tuple[Run, Gains]:
         stage = Stage(setup.world, run.stage)
         lead, peers = _cast(setup, method, run, stage)
         seen = protocol.step(lead, peers, run.seen, updates, functools.partial(_repeat, lead, peers))
         assert lead.outcome is not None
-        return _packed(lead, peers, seen), jnp.mean(lead.outcome.reward)
+        return _packed(lead, peers, seen), Gains(jnp.mean(lead.outcome.reward), lead.state.loss)
 
-    run, rewards = jax.lax.scan(body, run, None, length=steps)
-    return run, jnp.mean(rewards)
+    run, gains = jax.lax.scan(body, run, None, length=steps)
+    return run, jax.tree.map(jnp.mean, gains)
 
 
 def _repeat(lead: Lead, peers: tuple[Passive, ...], times: int, lesson: Callable[[], None]) -> None:
@@ -223,9 +217,9 @@ class Tally(NamedTuple):
 
     @staticmethod
     def blank(optimal: jax.Array) -> "Tally":
-        """Of episodes before their first step."""
+        """Of episodes before their first step, of which those with 0 `optimal` steps do not count."""
         zero = jnp.zeros(optimal.shape)
-        return Tally(zero == 0, zero > 0, jnp.zeros_like(optimal), zero)
+        return Tally(optimal > 0, zero > 0, jnp.zeros_like(optimal), zero)
 
     def note(self, outcome: Outcome) -> "Tally":
         """With one step more."""
@@ -237,15 +231,15 @@ class Tally(NamedTuple):
         )
 
     def score(self, optimal: jax.Array) -> Score:
-        """Of all episodes, the best of which need `optimal` steps [E]."""
-        best = jnp.sum(jnp.where(self.success, optimal, 0))
+        """Of all episodes that count, the best of which need `optimal` steps [E]."""
+        counted, best = jnp.sum(optimal > 0), jnp.sum(jnp.where(self.success, optimal, 0))
         detour = jnp.abs(jnp.sum(jnp.where(self.success, self.steps, 0)) - best) / best
-        return Score(jnp.mean(self.success), detour, jnp.mean(self.reward))
+        return Score(jnp.sum(self.success) / counted, detour, jnp.sum(self.reward) / counted)
 
 
 def exam_key(seed: jax.Array | int, epoch: jax.Array | int) -> jax.Array:
     """What an exam draws from; the epoch of a test is 0."""
-    return jax.random.fold_in(_key(seed, 99), epoch)
+    return jax.random.fold_in(draw_key(seed, 99), epoch)
 
 
 _NOTHING: Any = None  # no memory: nobody writes one outside of training
@@ -253,7 +247,7 @@ _NOTHING: Any = None  # no memory: nobody writes one outside of training
 
 def exam_active(net: Params, head: Head | None, key: jax.Array) -> ActiveState:
     """The leading party in an exam."""
-    return ActiveState(net, head, (_NOTHING, _NOTHING), _NOTHING, _NOTHING, _NOTHING, key, _NOTHING)
+    return ActiveState(net, head, (_NOTHING, _NOTHING), *(_NOTHING,) * 3, key, _NOTHING, _NOTHING)
 
 
 def exam_peer(net: Params, key: jax.Array) -> PassiveState:
@@ -288,120 +282,6 @@ def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phas
     return tally.score(optimal)
 
 
-def train(
-    world: World,
-    method: str = "frl",
-    learning: Learning | None = None,
-    training: Training | None = None,
-    network: Network | None = None,
-    seeds: tuple[int, ...] = (0,),
-    notify: Callable[[int, dict[str, Any]], None] | None = None,
-) -> list[Result]:
-    """Train a run for every seed, all in one program, and test each with what was best in validation.
-
-    What is best without noise and what is best with it are kept apart. `notify` gets, after every epoch, its number
-    and a row of figures [runs].
-    """
-    if method not in METHODS:
-        raise unknown("method", method, METHODS)
-    way, training = METHODS[method], training or Training()
-    learning = prepared(way, learning or Learning())
-    require(len(seeds) >= 1, "seeds is empty; give at least one")
-    require(
-        len(world.shapes) >= 2 or (way.sees == "first" and not way.federated),
-        f"the world has {len(world.shapes)} view; {method} needs 2",
-    )
-    setup = Setup(world, learning, network or GridNetwork())
-    runs = jnp.asarray(seeds)
-    judge = functools.partial(_judge, setup, way, runs)
-    kept: dict[Phase, Minds] = {}
-    best = {phase: np.full(len(seeds), -1.0) for phase in (Phase.VALIDATE, Phase.VALIDATE_NOISED)}
-    curve: list[dict[str, np.ndarray]] = []
-    idle, steps = np.zeros(len(seeds), int), np.zeros(len(seeds), int)
-    run = _begin(setup, way, runs, training.parallel)
-    if way.policy != "random":
-        warmup = 2 + math.ceil(training.warmup / training.parallel)
-        run, _ = _advance(setup, way, run, warmup, 0)
-        length = training.joint_steps(world.limit)
-        for epoch in range(1, training.epochs + 1):
-            run, reward = _advance(setup, way, run, length, training.updates)
-            active = idle < training.patience
-            steps += active * length * training.parallel
-            row, better = {"reward": np.asarray(reward)}, np.zeros(len(seeds), bool)
-            for phase, known in best.items():
-                success = np.asarray(judge(run.minds, epoch, phase).success)
-                higher = (success > known) & active
-                kept[phase] = _chosen(higher, run.minds, kept.get(phase, run.minds))
-                known[higher] = success[higher]
-                better |= higher
-                row[phase.value] = success
-            idle = np.where(better, 0, idle + 1)
-            curve.append(row)
-            if notify is not None:
-                notify(epoch, row)
-            if np.all(idle >= training.patience):
-                break
-    quiet, noised = (
-        (judge(kept.get(choice, run.minds), 0, phase), kept.get(choice, run.minds))
-        for choice, phase in ((Phase.VALIDATE, Phase.TEST), (Phase.VALIDATE_NOISED, Phase.TEST_NOISED))
-    )
-    return [
-        Result(
-            method,
-            seed,
-            int(steps[i]),
-            [{name: float(values[i]) for name, values in row.items()} for row in curve],
-            Score(*(float(x[i]) for x in quiet[0])),
-            Score(*(float(x[i]) for x in noised[0])),
-            _row(quiet[1], i),
-            _row(noised[1], i),
-        )
-        for i, seed in enumerate(seeds)
-    ]
-
-
-def _each(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function` for every run: in turn on a CPU, side by side elsewhere."""
-    if jax.default_backend() == "cpu":
-        return jax.lax.map(lambda one: function(*one), arguments)
-    return jax.vmap(function)(*arguments)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3))
-def _begin(setup: Setup, method: Method, seeds: jax.Array, episodes: int) -> Run:
-    run: Run = _each(lambda seed: begin(setup, method, seed, episodes), seeds)
-    return run
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3, 4), donate_argnums=(2,))
-def _advance(setup: Setup, method: Method, run: Run, steps: int, updates: int) -> tuple[Run, jax.Array]:
-    result: tuple[Run, jax.Array] = _each(lambda one: advance(setup, method, one, steps, updates), run)
-    return result
-
-
-@functools.partial(jax.jit, static_argnums=(1, 5))
-def _judge(setup: Setup, method: Method, seeds: jax.Array, minds: Minds, epoch: int, phase: Phase) -> Score:
-    def one(seed: jax.Array, minds: Minds) -> Score:
-        return exam(setup, method, minds, exam_key(seed, epoch), phase)
-
-    score: Score = _each(one, seeds, minds)
-    return score
-
-
-@jax.jit
-def _chosen(which: jax.Array, new: Minds, old: Minds) -> Minds:
-    def pick(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    chosen: Minds = jax.tree.map(pick, new, old)
-    return chosen
-
-
-def _row(minds: Minds, i: int) -> Minds:
-    row: Minds = jax.tree.map(lambda x: x[i], minds)
-    return row
-
-
 def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, tuple[Passive, ...]]:
     """The parties of a run, in one place: they share the stage, which the leading one moves."""
     learning, network, world = setup.learning, setup.network, setup.world
@@ -429,5 +309,6 @@ def _dtype(world: World) -> Any:
     return jax.eval_shape(lambda: world.look(world.fresh(jax.random.key(0), 1)))[0].dtype
 
 
-def _key(seed: jax.Array | int, use: int) -> jax.Array:
+def draw_key(seed: jax.Array | int, use: int) -> jax.Array:
+    """The random key of a seed for one use."""
     return jax.random.fold_in(jax.random.key(seed), use)

@@ -59,8 +59,20 @@ class World(Protocol):
         ...
 
     def optimal(self, state: Any) -> jax.Array:
-        """Steps [E] that the best player needs from the start."""
+        """Steps [E] that the best player needs from the start; 0 for an episode of an exam that does not count."""
         ...
+
+
+class WorldSettings:
+    """Base of worlds as written in a recipe, before their data is loaded."""
+
+    def describe(self) -> str:
+        """The world in a few words."""
+        return str(self)
+
+    def build(self) -> World:
+        """The world. Those that differ in numbers only, not in shapes, can be played by one program."""
+        raise NotImplementedError
 
 
 class Stage:

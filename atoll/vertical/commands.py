@@ -1,0 +1,179 @@
+"""What `atoll run` and `atoll resume` do with a vertical federation."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.markup import escape
+from rich.progress import Progress
+
+from ..errors import AtollError, check_counts
+from ..recipes import VERTICAL
+from ..runs import RunFiles
+from ..terminal import INTERRUPTED, console, free_name, parse, progress_bar
+from .account import account
+from .training import METHODS, Score
+from .trials import Experiment, Record, Trials, Watcher, read_experiments
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Where a run is kept."""
+
+    name: str | None = None
+    """name of the run (default: the recipe's with a number)"""
+    runs_dir: Path = Path("runs")
+    """folder of all runs"""
+    checkpoint_every: int = 1
+    """epochs between checkpoints"""
+
+    def __post_init__(self) -> None:
+        check_counts(checkpoint_every=self.checkpoint_every)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+    keep: Annotated[Keep, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Keep)
+
+
+def is_vertical(name: str) -> bool:
+    """Whether `name` is a recipe of vertical federation, or the path of such a run or of its config."""
+    path = Path(name)
+    if name in VERTICAL:
+        return True
+    found = (path / "config.json").exists() or (path.suffix == ".json" and path.exists())
+    return found and "experiments" in RunFiles.read_config(path)
+
+
+def run_vertical(name: str, rest: list[str]) -> int:
+    """Train and test: atoll run RECIPE|CONFIG.json [--method NAME --seed N --epochs N --name X ...]."""
+    if name in VERTICAL:
+        label, experiment = name.replace("/", "-"), VERTICAL[name].experiment
+    else:
+        label, experiment = _single(Path(name))
+    options = parse(_Options, _Options(experiment), rest, f"atoll run {name}")
+    keep, chosen = options.keep, options.experiment
+    if chosen.method != experiment.method:
+        label = f"{label}-{chosen.method}"
+    directory = keep.runs_dir / (keep.name or free_name(keep.runs_dir, label))
+    trials = Trials([chosen], directory)
+    console.print(f"{escape(str(directory))}: {describe(chosen)}")
+    return _train(trials, keep.checkpoint_every)
+
+
+def resume_vertical(directory: str, rest: list[str]) -> int:
+    """Continue a run, bit-identically: atoll resume DIR [--epochs N --patience N]."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        epochs: int | None = None
+        """train up to this epoch (default: what the run was started with)"""
+        patience: int | None = None
+        """stop after so many epochs in which validation got no better (default: what the run was started with)"""
+        checkpoint_every: int = 1
+        """epochs between checkpoints"""
+
+    options = parse(Options, Options(), rest, "atoll resume DIR")
+    check_counts(checkpoint_every=options.checkpoint_every)
+    training = _single(Path(directory))[1].training
+    changes = {name: getattr(options, name) for name in ("epochs", "patience")}
+    trials = Trials.resume(
+        directory, dataclasses.replace(training, **{name: n for name, n in changes.items() if n is not None})
+    )
+    if trials.finished and any("test" in record for record in trials.history):
+        trials.close()
+        raise AtollError(
+            f"{directory} is finished at epoch {trials.epoch}; to train on, raise --epochs (now "
+            f"{trials.training.epochs}) or --patience (now {trials.training.patience})"
+        )
+    console.print(f"{escape(directory)}: going on after epoch {trials.epoch}")
+    return _train(trials, options.checkpoint_every)
+
+
+def describe(experiment: Experiment) -> str:
+    """An experiment in one line."""
+    return (
+        f"{experiment.method}, {experiment.world}, at most {experiment.training.epochs} epochs, seed {experiment.seed}"
+    )
+
+
+def _single(path: Path) -> tuple[str, Experiment]:
+    """Label and settings of the run at `path`."""
+    experiments = read_experiments(path)
+    if len(experiments) > 1:
+        raise AtollError(f"{path} holds {len(experiments)} experiments of `atoll reproduce`; start that command again")
+    return (path if path.is_dir() else path.resolve().parent).name, experiments[0]
+
+
+def _train(trials: Trials, checkpoint_every: int) -> int:
+    assert trials.files is not None
+    path, start = escape(str(trials.files.path)), time.monotonic()
+    try:
+        with progress_bar() as progress:
+            trials.advance(_tracker(progress, trials), checkpoint_every)
+        if trials.interrupted:
+            console.print(f"stopped after epoch {trials.epoch}; go on with: atoll resume {path}")
+            return INTERRUPTED
+        console.print(f"{trials.epoch} epochs in {time.monotonic() - start:.1f} s; testing")
+        print(_finish(trials))
+    finally:
+        trials.close()
+    return 0
+
+
+def _finish(trials: Trials) -> str:
+    """Test, keep the scores with the metrics, and say what came out."""
+    (experiment,), (result,) = trials.experiments, trials.results()
+    method = METHODS[experiment.method]
+    scores = {"quiet": result.quiet, "noised": result.noised}
+    if method.policy != "random":
+        scores["random"] = Trials([dataclasses.replace(experiment, method="random")]).results()[0].quiet
+    record: Record = {"round": trials.epoch, "test": {name: score._asdict() for name, score in scores.items()}}
+    lines = [
+        f"{experiment.method}: {result.epochs} epochs, {result.steps} environment steps, best in validation tested",
+        "",
+        "| test | success | trajectory difference | reward |",
+        "|---|---|---|---|",
+        *(_row(label, scores[name]) for name, label in _labels(experiment).items() if name in scores),
+    ]
+    if method.federated:
+        record["privacy"] = str(account(experiment.learning.noise, trials.vectors))
+        lines += ["", f"privacy of training: {record['privacy']}", "(validation and FRL-1 send vectors without noise)"]
+    trials.note(record)
+    trials.checkpoint()
+    return "\n".join(lines)
+
+
+def _labels(experiment: Experiment) -> dict[str, str]:
+    """The scores of a test, in words."""
+    if experiment.method == "frl":
+        names = ("FRL-1: no noise", "FRL-2: noise on every vector")
+    else:
+        names = (experiment.method, f"{experiment.method} with FRL-2's noise")
+    return {"quiet": names[0], "noised": names[1], "random": "random policy"}
+
+
+def _row(label: str, score: Score) -> str:
+    return f"| {label} | {100 * score.success:.1f}% | {score.detour:.3f} | {score.reward:.1f} |"
+
+
+def _tracker(progress: Progress, trials: Trials) -> Watcher:
+    task = progress.add_task("training", total=trials.training.epochs, completed=trials.epoch, figures="compiling")
+
+    def watch(record: Record) -> None:
+        progress.update(task, completed=record["round"], figures=figures(record))
+        if not console.is_terminal:  # a bar cannot move in a log file: say it line by line
+            console.print(f"epoch {record['round']}: {figures(record)}")
+
+    return watch
+
+
+def figures(record: Record) -> str:
+    """What matters of an epoch of one experiment, in one line."""
+    quiet, noised = record["validation"].values()
+    loss = record["training"]["loss"]
+    shown = "not finite" if loss is None else f"{loss:.4g}"
+    return f"validation {100 * quiet:.1f}%, with noise {100 * noised:.1f}%; loss {shown}"
