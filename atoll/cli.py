@@ -47,6 +47,7 @@ from .terminal import (
 )
 from .version import __version__
 from .vertical.commands import is_vertical, resume_vertical, run_vertical
+from .vertical.party import party_command
 
 T = TypeVar("T")
 
@@ -392,6 +393,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "certs": certs_command,
     "serve": serve_command,
     "join": join_command,
+    "party": party_command,
 }
 
 

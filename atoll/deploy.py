@@ -185,9 +185,7 @@ def join_command(arguments: list[str]) -> int:
         command += ["--root-certificates", str(certs / "ca.crt")]
         command += ["--auth-supernode-private-key", str(certs / "client.key")]
     os.environ.update(_environment(folder))
-    for name, value in _COMPILED.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    keep_compiled(folder)
     from .engines.supernode import Worker
 
     print(f"client {options.client_id}: joining {address}; Ctrl-C leaves", flush=True)
@@ -449,6 +447,13 @@ def _environment(folder: Path) -> dict[str, str]:
         }
         | {name.upper(): str(value) for name, value in _COMPILED.items()}
     )
+
+
+def keep_compiled(folder: Path) -> None:
+    """Let JAX keep compiled programs in `folder`, for the next start."""
+    for name, value in _COMPILED.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
 
 
 def need_parties() -> None:

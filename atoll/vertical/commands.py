@@ -113,7 +113,7 @@ def _train(trials: Trials, checkpoint_every: int) -> int:
     path, start = escape(str(trials.files.path)), time.monotonic()
     try:
         with progress_bar() as progress:
-            trials.advance(_tracker(progress, trials), checkpoint_every)
+            trials.advance(tracker(progress, trials.training.epochs, trials.epoch), checkpoint_every)
         if trials.interrupted:
             console.print(f"stopped after epoch {trials.epoch}; go on with: atoll resume {path}")
             return INTERRUPTED
@@ -132,19 +132,24 @@ def _finish(trials: Trials) -> str:
     if method.policy != "random":
         scores["random"] = Trials([dataclasses.replace(experiment, method="random")]).results()[0].quiet
     record: Record = {"round": trials.epoch, "test": {name: score._asdict() for name, score in scores.items()}}
-    lines = [
-        f"{experiment.method}: {result.epochs} epochs, {result.steps} environment steps, best in validation tested",
-        "",
-        "| test | success | trajectory difference | reward |",
-        "|---|---|---|---|",
-        *(_row(label, scores[name]) for name, label in _labels(experiment).items() if name in scores),
-    ]
+    lines = table(experiment, result.epochs, result.steps, scores)
     if method.federated:
         record["privacy"] = str(account(experiment.learning.noise, trials.vectors))
         lines += ["", f"privacy of training: {record['privacy']}", "(validation and FRL-1 send vectors without noise)"]
     trials.note(record)
     trials.checkpoint()
     return "\n".join(lines)
+
+
+def table(experiment: Experiment, epochs: int, steps: int, scores: dict[str, Score]) -> list[str]:
+    """The scores of a test, in lines of Markdown."""
+    return [
+        f"{experiment.method}: {epochs} epochs, {steps} environment steps, best in validation tested",
+        "",
+        "| test | success | trajectory difference | reward |",
+        "|---|---|---|---|",
+        *(_row(label, scores[name]) for name, label in _labels(experiment).items() if name in scores),
+    ]
 
 
 def _labels(experiment: Experiment) -> dict[str, str]:
@@ -160,8 +165,9 @@ def _row(label: str, score: Score) -> str:
     return f"| {label} | {100 * score.success:.1f}% | {score.detour:.3f} | {score.reward:.1f} |"
 
 
-def _tracker(progress: Progress, trials: Trials) -> Watcher:
-    task = progress.add_task("training", total=trials.training.epochs, completed=trials.epoch, figures="compiling")
+def tracker(progress: Progress, epochs: int, done: int) -> Watcher:
+    """Shows the figures of each epoch."""
+    task = progress.add_task("training", total=epochs, completed=done, figures="compiling")
 
     def watch(record: Record) -> None:
         progress.update(task, completed=record["round"], figures=figures(record))

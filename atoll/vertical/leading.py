@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import AtollError, require
+from ..errors import AtollError, check_counts, require
 from . import protocol, wire
 from .checkpoints import Checkpoints
 from .hosted import HostedLead, host_lead
@@ -28,7 +28,8 @@ from .parties import Lead
 from .protocol import Correction, Joint, Noised, Phase, Records, Values
 from .remote import Gone, Pending, RemotePeer
 from .service import fingerprint
-from .training import Score, Setup, Tally, Training, exam_key
+from .training import Score, Tally, exam_key
+from .trials import Experiment, Record, Watcher
 
 _AGAIN = 0.5  # seconds between two tries to reach a party
 _NOTIFY = 10.0  # seconds a party is missing before it is said
@@ -121,17 +122,7 @@ class Terms(NamedTuple):
     wait: float = 600.0  # seconds to wait for a party that is not there
 
 
-class RemoteResult(NamedTuple):
-    """Of a run."""
-
-    steps: int  # of the environment
-    curve: list[dict[str, float]]
-    quiet: Score  # FRL-1
-    noised: Score  # FRL-2
-
-
 _EXAMS = (Phase.VALIDATE, Phase.VALIDATE_NOISED)
-_COLUMNS = ("reward", *(phase.value for phase in _EXAMS))
 
 
 class RemoteTraining:
@@ -143,50 +134,44 @@ class RemoteTraining:
     _kept: list[Any]  # network and head that were best in each exam
     _best: np.ndarray
     _idle: np.ndarray
-    _rewards: np.ndarray
-    _curve: np.ndarray
+    _sums: np.ndarray  # of the rewards and losses of this epoch so far
+    _curve: np.ndarray  # [epochs, 4]
 
     def __init__(
         self,
         run: str,
-        setup: Setup,
-        training: Training,
-        seed: int,
-        settings: Any,
+        experiment: Experiment,
         peers: Sequence[RemotePeer],
         folder: Path,
         terms: Terms | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """A run with the hexadecimal name `run`; `settings`, JSON content, say how parties build the setup."""
+        """A run with the hexadecimal name `run`, which keeps its checkpoints in `folder`."""
+        require(experiment.method == "frl", f"method is {experiment.method}; parties of their own train frl")
+        setup, training = experiment.setup(), experiment.training
         require(
             len(peers) == len(setup.world.shapes) - 1,
             f"there are {len(peers)} addresses of parties, but the world has {len(setup.world.shapes) - 1} views "
             "besides the lead's",
         )
         self._terms = terms or Terms()
-        require(self._terms.every >= 1, f"checkpoint_every is {self._terms.every}; it must be at least 1")
+        check_counts(checkpoint_every=self._terms.every)
         self._training, self._peers, self._say = training, peers, say
         self._forms = wire.Forms(setup, training.parallel)
-        self._greeting = {
-            "run": run,
-            "seed": seed,
-            "episodes": training.parallel,
-            "settings": settings,
-            "world": fingerprint(setup),
-        }
+        self._run = run
+        self._greeting = {"run": run, "settings": experiment.config(), "world": fingerprint(setup)}
         self._files = Checkpoints(folder)
         self._world = setup.world
-        self._warmup = 2 + math.ceil(training.warmup / training.parallel)
-        self._length = training.joint_steps(setup.world.limit)
-        self._setup, self._seed = setup, seed
+        self._warmup = training.joint_warmup
+        self.steps_of_epoch = training.joint_steps(setup.world.limit)
+        self._setup, self._seed = setup, experiment.seed
         self._shunned: set[str] = set()
         self._new()
 
     @property
     def epoch(self) -> int:
         """Epochs done."""
-        return max(0, self.step - self._warmup) // self._length
+        return max(0, self.step - self._warmup) // self.steps_of_epoch
 
     @property
     def finished(self) -> bool:
@@ -194,47 +179,50 @@ class RemoteTraining:
         return self.epoch >= self._training.epochs or int(self._idle) >= self._training.patience
 
     @property
-    def curve(self) -> list[dict[str, float]]:
-        """Figures of every epoch."""
-        return [dict(zip(_COLUMNS, map(float, row), strict=True)) for row in self._curve[: self.epoch]]
+    def history(self) -> list[Record]:
+        """A record of every epoch, as `Trials` makes them."""
+        return [
+            {
+                "round": epoch,
+                "validation": {"quiet": quiet, "noised": noised},
+                "training": {"reward": reward, "loss": loss},
+            }
+            for epoch, (reward, loss, quiet, noised) in enumerate(self._curve[: self.epoch].tolist(), 1)
+        ]
 
-    def run(
-        self, notify: Callable[[int, dict[str, float]], None] | None = None, stop: threading.Event | None = None
-    ) -> RemoteResult | None:
-        """Train until the end, or until `stop` is set; None if it was."""
+    def run(self, watch: Watcher | None = None, stop: threading.Event | None = None) -> tuple[Score, Score] | None:
+        """Train until the end, or until `stop` is set; the scores of FRL-1 and FRL-2, or None if stopped."""
         stop = stop or threading.Event()
         while not stop.is_set():
             try:
                 self._gather_all(stop)
                 while not self.finished and not stop.is_set():
-                    self._advance(notify, stop)
+                    self._advance(watch, stop)
                 if not stop.is_set():
-                    quiet, noised = (self._exam(phase, 0) for phase in (Phase.TEST, Phase.TEST_NOISED))
-                    steps = self.epoch * self._length * self._training.parallel
-                    return RemoteResult(steps, self.curve, quiet, noised)
+                    return self._exam(Phase.TEST, 0), self._exam(Phase.TEST_NOISED, 0)
             except Gone as gone:
                 self._say(f"{gone}; waiting for it up to {self._terms.wait:g} s")
                 if gone.process:
                     self._shunned.add(gone.process)
         return None
 
-    def _advance(self, notify: Callable[[int, dict[str, float]], None] | None, stop: threading.Event) -> None:
+    def _advance(self, watch: Watcher | None, stop: threading.Event) -> None:
         """One joint step, and what is due after it."""
         updates = self._training.updates if self.step >= self._warmup else 0
         self.seen, reward = remote_step(self.lead, self._peers, self.seen, updates)
         self.step += 1
         if self.step > self._warmup:
-            self._rewards += reward
-            if (self.step - self._warmup) % self._length == 0:
+            self._sums += (reward, float(self.lead.state.loss))
+            if (self.step - self._warmup) % self.steps_of_epoch == 0:
                 self._validate()
-                if notify is not None:
-                    notify(self.epoch, self.curve[-1])
+                if watch is not None:
+                    watch(self.history[-1])
         if self.step % self._terms.every == 0 or self.finished or stop.is_set():
             self._save()
 
     def _validate(self) -> None:
         """Score all parties, and let them keep what they know where it is the best so far."""
-        row, better = [float(self._rewards) / self._length], False
+        row, better = [*self._sums / self.steps_of_epoch], False
         for i, phase in enumerate(_EXAMS):
             success = self._exam(phase, self.epoch).success
             row.append(success)
@@ -244,7 +232,7 @@ class RemoteTraining:
                 self._best[i], better = success, True
         self._idle = np.asarray(0 if better else self._idle + 1)
         self._curve[self.epoch - 1] = row
-        self._rewards = np.asarray(0.0)
+        self._sums = np.zeros(2)
 
     def _exam(self, phase: Phase, epoch: int) -> Score:
         """Play all episodes of a phase."""
@@ -288,7 +276,7 @@ class RemoteTraining:
             common &= set(steps)
         step = max(common) if there else -1
         for peer in self._peers:
-            peer.start(self._greeting["run"], step)
+            peer.start(self._run, step)
         if step < 0:
             self._new()
             self.lead.begin(Phase.TRAIN)
@@ -326,18 +314,18 @@ class RemoteTraining:
         )
         self._kept = [_copy(self._mind()) for _ in _EXAMS]
         self._best = np.full(len(_EXAMS), -1.0)
-        self._idle, self._rewards = np.asarray(0), np.asarray(0.0)
-        self._curve = np.full((self._training.epochs, len(_COLUMNS)), np.nan)
+        self._idle, self._sums = np.asarray(0), np.zeros(2)
+        self._curve = np.full((self._training.epochs, 4), np.nan)
 
     def _held(self) -> Any:
         """All that a checkpoint holds."""
-        figures = (self._best, self._idle, self._rewards, self._curve)
+        figures = (self._best, self._idle, self._sums, self._curve)
         return (self.lead.state, self.lead.stage.state, self.seen, self._kept, figures)
 
     def _put(self, step: int, held: Any) -> None:
         self.step = step
         self.lead.state, self.lead.stage.state, self.seen, self._kept, figures = held
-        self._best, self._idle, self._rewards, self._curve = (np.array(x) for x in figures)
+        self._best, self._idle, self._sums, self._curve = (np.array(x) for x in figures)
 
 
 def _best_in(phase: Phase) -> Phase:

@@ -32,13 +32,12 @@ from .checkpoints import Checkpoints
 from .hosted import HostedPassive, host_passive
 from .protocol import Phase
 from .training import Setup, exam_key, exam_peer_key, peer_key
+from .trials import Experiment
 
 METHOD = "/atoll.Party/"
 _RUNS = 3  # whose files a party keeps
 _QUIET = 3.0  # seconds after which a connection without a call counts as refused
 _SILENCE = 60.0  # seconds in which that is not said again
-Build = Callable[[Any], Setup]
-"""The world, learning and network of the settings in a greeting."""
 
 
 class Lost(Exception):
@@ -48,12 +47,24 @@ class Lost(Exception):
 class Service:
     """Answers a lead, call by call."""
 
-    def __init__(self, place: int, folder: Path, build: Build, secret: bool = True) -> None:
-        """The passive party at `place` (1, 2, ...), whose noise is drawn from a `secret` key or from the run's seed."""
+    def __init__(
+        self,
+        place: int,
+        folder: Path,
+        secret: bool = True,
+        least_noise: float = 0.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """The passive party at `place` (1, 2, ...), whose noise is drawn from a `secret` key or from the run's seed.
+
+        A run whose noise has a deviation below `least_noise` is refused.
+        """
+        self.name = f"party-{place}"
         self._place = place
         self._folder = folder
-        self._build = build
         self._secret = secret
+        self._least_noise = least_noise
+        self.say = say
         self._process = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._greeting: dict[str, Any] = {}
@@ -64,11 +75,11 @@ class Service:
 
     def hello(self, request: bytes) -> bytes:
         """Take up a run; which steps of it are on the disk."""
-        greeting = read_note(request, {"run": str, "place": int, "seed": int, "episodes": int, "world": str})
+        greeting = read_note(request, {"run": str, "place": int, "settings": dict, "world": str})
         if not re.fullmatch("[0-9a-f]{1,64}", greeting["run"]):
             raise Refused(f"its run is {greeting['run'][:80]!r}, which is not a hexadecimal number")
         if greeting["place"] != self._place:
-            raise Refused(f"it takes this party for party-{greeting['place']}, but it is party-{self._place}")
+            raise Refused(f"it takes this party for party-{greeting['place']}, but it is {self.name}")
         with self._lock:
             self._session = 0
             if greeting != self._greeting:
@@ -84,11 +95,13 @@ class Service:
             if order["step"] < 0:
                 self._files.clear()
                 self._new()
+                self.say(f"{self.name}: run {order['run']} begins")
             else:
                 try:
                     self._put(self._files.load(order["step"], self._held()))
                 except AtollError as error:
                     raise Refused(str(error)) from error
+                self.say(f"{self.name}: run {order['run']} goes on after joint step {order['step']}")
             self._turn, self._session = 0, secrets.randbits(63) + 1
             return note(session=self._session)
 
@@ -134,7 +147,7 @@ class Service:
         assert self.party is not None
         best = {Phase.TEST: Phase.VALIDATE, Phase.TEST_NOISED: Phase.VALIDATE_NOISED}
         net = self._kept[best[phase]] if phase in best else self.party.state.net
-        key = exam_key(self._greeting["seed"], epoch)
+        key = exam_key(self._experiment.seed, epoch)
         if self._secret:
             noise = jax.random.fold_in(jax.random.fold_in(self._key, 1 + list(Phase).index(phase)), epoch)
         else:
@@ -144,17 +157,24 @@ class Service:
     def _begin(self, greeting: dict[str, Any]) -> None:
         self._greeting = {}
         try:
-            setup = self._build(greeting["settings"])
+            experiment = Experiment.from_config(greeting["settings"])
+            setup = experiment.setup()
         except AtollError as error:
             raise Refused(str(error)) from error
+        noise = experiment.learning.noise
+        if noise.sigma < self._least_noise:
+            raise Refused(
+                f"its noise has deviation {noise.sigma:g}, and this party wants at least {self._least_noise:g}"
+            )
         if greeting["world"] != fingerprint(setup):
             raise Refused(
                 "its world is another one; let all parties have the same data (ATOLL_DATA) and the same Atoll"
             )
         if not 0 < self._place < len(setup.world.shapes):
-            raise Refused(f"its world has {len(setup.world.shapes)} views, none for party-{self._place}")
-        self._setup = setup
-        self._forms = wire.Forms(setup, greeting["episodes"])
+            raise Refused(f"its world has {len(setup.world.shapes)} views, none for {self.name}")
+        self.say(f"{self.name}: asked to take part in {experiment.world}, seed {experiment.seed}, with {noise}")
+        self._setup, self._experiment = setup, experiment
+        self._forms = wire.Forms(setup, experiment.training.parallel)
         self._files = Checkpoints(self._folder / greeting["run"])
         write_atomically(self._folder / greeting["run"] / "greeting.json", json.dumps(greeting, indent=2) + "\n")
         self._tidy(greeting["run"])
@@ -163,7 +183,7 @@ class Service:
 
     def _new(self) -> None:
         """A party that knows nothing."""
-        seed, episodes = self._greeting["seed"], self._greeting["episodes"]
+        seed, episodes = self._experiment.seed, self._experiment.training.parallel
         self._key = secret_key() if self._secret else peer_key(seed, self._place)
         # The party's own state goes on from one half of it; exams draw from the other.
         first = jax.random.fold_in(self._key, 0) if self._secret else None
@@ -189,13 +209,13 @@ class Service:
             shutil.rmtree(old)
 
 
-def serve(service: Service, listen: str, certs: Path | None, say: Callable[[str], None]) -> Any:
+def serve(service: Service, listen: str, certs: Path | None) -> tuple[Any, int]:
     """A gRPC server for `service`, running, and the port it has; without `certs` it talks to anybody, in the clear."""
     import grpc
 
-    name = f"party-{service._place}"
+    name, say = service.name, service.say
     codes = {Lost: grpc.StatusCode.FAILED_PRECONDITION, Refused: grpc.StatusCode.INVALID_ARGUMENT}
-    door = _Door(say)
+    door = _Door(lambda text: say(f"{name}: {text}"))
 
     def handler(call: Callable[[bytes], bytes]) -> Any:
         def answer(request: bytes, context: Any) -> bytes:

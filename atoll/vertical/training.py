@@ -72,6 +72,11 @@ class Training:
         """Steps of all episodes together in an epoch of a world whose episodes have at most `limit` steps."""
         return math.ceil((self.epoch or 25 * limit) / self.parallel)
 
+    @property
+    def joint_warmup(self) -> int:
+        """Steps of all episodes together before the first update."""
+        return 2 + math.ceil(self.warmup / self.parallel)
+
 
 class Minds(NamedTuple):
     """What has been learned."""

@@ -88,6 +88,10 @@ class Experiment:
         require(hasattr(experiment.network, "apply"), "config.network: its kind is not that of a network")
         return experiment
 
+    def setup(self) -> Setup:
+        """The world and what learns in it."""
+        return Setup(self.world.build(), prepared(METHODS[self.method], self.learning), self.network)
+
     def run(self, directory: str | Path | None = None, watch: Watcher | None = None) -> "Result":
         """Train and test."""
         trials = Trials([self], directory)
@@ -196,15 +200,9 @@ class Trials:
     @property
     def vectors(self) -> int:
         """Q-vectors that a passive party has sent in training."""
-        steps, learning = self.epoch * self.steps_of_epoch, self.experiments[0].learning
-        return vectors_sent(learning, steps, self.training.updates, self.training.parallel) + (
-            self._warmup * self.training.parallel
-        )
-
-    @property
-    def _warmup(self) -> int:
-        """Joint steps before the first update."""
-        return 2 + math.ceil(self.training.warmup / self.training.parallel)
+        training, steps = self.training, self.epoch * self.steps_of_epoch
+        sent = vectors_sent(self.experiments[0].learning, steps, training.updates, training.parallel)
+        return sent + training.joint_warmup * training.parallel
 
     @property
     def steps_of_epoch(self) -> int:
@@ -270,7 +268,7 @@ class Trials:
         state = self._fresh()
         if self.method.policy == "random":
             return state
-        run, _ = _advance(self._engine, self.method, self._warmup, 0, self._setup, state.run)
+        run, _ = _advance(self._engine, self.method, self.training.joint_warmup, 0, self._setup, state.run)
         return state._replace(run=run)
 
     def _step(self) -> Record:
