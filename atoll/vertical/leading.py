@@ -195,7 +195,7 @@ class RemoteTraining:
         stop = stop or threading.Event()
         while not stop.is_set():
             try:
-                self._gather_all(stop)
+                self.join(stop)
                 while not self.finished and not stop.is_set():
                     self._advance(watch, stop)
                 if not stop.is_set():
@@ -260,8 +260,9 @@ class RemoteTraining:
         _gather_none([peer.send(Phase.TRAIN, ("save", np.int32(self.step))) for peer in self._peers])
         self._files.save(self.step, self._held())
 
-    def _gather_all(self, stop: threading.Event) -> None:
+    def join(self, stop: threading.Event | None = None) -> None:
         """Wait for all parties, and go on with them from the newest step that all have, or begin."""
+        stop = stop or threading.Event()
         there = self._files.readable(self._held())
         common = set(there)
         for peer in self._peers:

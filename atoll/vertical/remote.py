@@ -138,16 +138,18 @@ def refusal(address: str, name: str, certs: Path) -> str:
     context = ssl.create_default_context(cafile=certs / "ca.crt")
     context.load_cert_chain(certs / "lead.crt", certs / "lead.key")
     context.set_alpn_protocols(["h2"])
-    try:
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), 5) as plain,
-            context.wrap_socket(plain, server_hostname=name) as secure,
-        ):
-            secure.recv(1)  # a server that does not take our certificate says so only now
-    except ssl.SSLCertVerificationError as error:
-        return f"is refused: its certificate is not that of {name} by the authority of {certs}/ca.crt ({error.reason})"
-    except ssl.SSLError as error:
-        return f"refuses: it does not take the certificate in {certs} ({error.reason})"
-    except OSError:
-        pass
-    return ""
+    for _ in range(2):  # a party that ends just now closes the connection too, but only once
+        try:
+            with (
+                socket.create_connection((host.strip("[]"), int(port)), 5) as plain,
+                context.wrap_socket(plain, server_hostname=name) as secure,
+            ):
+                if secure.recv(1):  # the other side has seen our certificate, and talks
+                    return ""
+        except ssl.SSLCertVerificationError:
+            return f"is refused: its certificate is not that of {name} by the authority of {certs}/ca.crt"
+        except ssl.SSLError:
+            pass
+        except OSError:
+            return ""
+    return f"refuses: it does not take the certificate in {certs}; it must be the lead's, by the same authority"
