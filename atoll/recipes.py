@@ -9,7 +9,7 @@ from .problems import Classification, Gym, Locomotion
 from .problems.classification import Scaling
 from .rl.objective import Objective
 from .server import FedAdam, Server
-from .vertical import Experiment, GridWorld
+from .vertical import Experiment, GridWorld, Learning, TextNetwork, TextWorld, Training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +176,30 @@ class VerticalRecipe:
     experiment: Experiment
 
 
-VERTICAL: dict[str, VerticalRecipe] = {
-    f"frl/grid-{size}": VerticalRecipe(
-        f"FRL (Zhuo et al. 2019): two agents look for each other in a {size}x{size} grid, each sees what is around it",
-        Experiment(GridWorld(size=size)),
+def _texts(data: str, what: str) -> VerticalRecipe:
+    return VerticalRecipe(
+        f"FRL: two parties select the words that name actions in {what}; one knows their parts of speech, one vectors",
+        Experiment(
+            TextWorld(data=data),
+            learning=Learning(replay=50_000),
+            network=TextNetwork(),
+            training=Training(epochs=20, patience=5),
+        ),
     )
-    for size in (8, 16, 32)
+
+
+VERTICAL: dict[str, VerticalRecipe] = {
+    **{
+        f"frl/grid-{size}": VerticalRecipe(
+            f"FRL (Zhuo et al. 2019): two agents look for each other in a {size}x{size} grid and see what is near",
+            Experiment(GridWorld(size=size)),
+        )
+        for size in (8, 16, 32)
+    },
+    "frl/whs": _texts("whs", "texts of Windows' help"),
+    "frl/ct": _texts("ct", "cooking tutorials"),
+    "frl/whg": _texts("whg", "texts about home and garden"),
+    "frl/texts": _texts("sample", "a few texts that come with Atoll, or your own (--world.data FILE.jsonl)"),
 }
 
 

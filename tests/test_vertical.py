@@ -22,7 +22,7 @@ from atoll.vertical.parties import Learning, Rewards, new_memory, new_rewards
 from atoll.vertical.protocol import Noise, Phase
 from atoll.vertical.training import METHODS, Setup, Training
 from atoll.vertical.trials import Experiment, Result, Trials
-from atoll.vertical.world import Outcome, Stage, WorldSettings
+from atoll.vertical.world import Outcome, Played, Score, Stage, WorldSettings, journeys
 
 advance = jax.jit(training.advance, static_argnums=(1, 3, 4))
 begin = jax.jit(training.begin, static_argnums=(1, 3))
@@ -46,6 +46,7 @@ class Signals(WorldSettings):
     exams: int = 200
 
     limit = 2
+    epoch = 50
 
     def build(self) -> "Signals":
         return self
@@ -93,6 +94,12 @@ class Signals(WorldSettings):
 
     def optimal(self, state: Round) -> jax.Array:
         return jnp.ones_like(state.time)
+
+    def read(self, places: tuple[int, ...], views: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return views
+
+    def score(self, state: Round, played: Played) -> Score:
+        return journeys(played)
 
     def _answer(self, state: Round) -> jax.Array:
         return jnp.sum(state.bits * 2 ** jnp.arange(self.parties), -1)
@@ -322,7 +329,7 @@ def test_messages_have_no_place_for_anything_else() -> None:
         protocol.records(jnp.zeros(3))
     with pytest.raises(TypeError, match="whole number"):
         protocol.joint(jnp.zeros((3, 25), jnp.int8))
-    noised = protocol.release(jnp.ones((2, 4)), jax.random.key(0), Noise())
+    noised = protocol.release(jnp.ones((2, 4)), jnp.ones((2, 5)), Noise())
     with pytest.raises(AttributeError):
         noised._array = jnp.zeros(3)
 
@@ -330,10 +337,11 @@ def test_messages_have_no_place_for_anything_else() -> None:
 def test_vectors_are_clipped_and_noised_as_the_phase_wants() -> None:
     q = 10 * jax.random.normal(jax.random.key(1), (4000, 16))
     noise = Noise(sigma=0.5, share=0.25, clip=3.0)
-    quiet = protocol.release(q, jax.random.key(2), noise, Phase.TEST).array
+    draw = protocol.noise_for(jax.random.key(3), 4000, 16)
+    quiet = protocol.release(q, draw, noise, Phase.TEST).array
     assert np.linalg.norm(quiet, axis=-1).max() <= 3.0 + 1e-5
     for phase, share in ((Phase.TRAIN, 0.25), (Phase.TEST_NOISED, 1.0), (Phase.VALIDATE_NOISED, 1.0)):
-        difference = np.asarray(protocol.release(q, jax.random.key(3), noise, phase).array - quiet)
+        difference = np.asarray(protocol.release(q, draw, noise, phase).array - quiet)
         moved = np.any(np.abs(difference) > 1e-4, -1)
         assert moved.mean() == pytest.approx(share, abs=0.03)
         assert difference[moved].std() == pytest.approx(0.5, rel=0.03)
@@ -415,7 +423,7 @@ def test_updates_are_the_papers_equations(exchange: str) -> None:
 
 
 def test_only_records_with_a_known_next_one_are_replayed() -> None:
-    memory = new_memory(16, ((1,),), 2, (jnp.float32,))  # 8 blocks of 2
+    memory = new_memory(16, (jnp.zeros(1),), 2)  # 8 blocks of 2
     rewards: Rewards = new_rewards(memory)
     rng = np.random.default_rng(0)
     happened = rng.choice([-1.0, 2.0], (40, 2))

@@ -6,9 +6,11 @@ from .hosted import HostedLead, HostedPassive, host_lead, host_passive
 from .networks import DenseNetwork, GridNetwork, Head
 from .parties import Lead, Learning, Passive
 from .protocol import Noise, Peer, Phase, Recorded
-from .training import METHODS, Score, Setup, Training
+from .text2action import TextScore, TextWorld
+from .textnetwork import TextNetwork
+from .training import METHODS, Setup, Training
 from .trials import Experiment, Result, Trials
-from .world import Outcome, Stage, World, WorldSettings
+from .world import Outcome, Score, Stage, World, WorldSettings
 
 __all__ = [
     "METHODS",
@@ -32,6 +34,9 @@ __all__ = [
     "Score",
     "Setup",
     "Stage",
+    "TextNetwork",
+    "TextScore",
+    "TextWorld",
     "Training",
     "Trials",
     "World",

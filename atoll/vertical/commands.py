@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.markup import escape
@@ -13,9 +13,13 @@ from ..errors import AtollError, check_counts
 from ..recipes import VERTICAL
 from ..runs import RunFiles
 from ..terminal import INTERRUPTED, console, free_name, parse, progress_bar
+from . import highlight
 from .account import account
-from .training import METHODS, Score
-from .trials import Experiment, Record, Trials, Watcher, read_experiments
+from .text2action import TextWorld
+from .training import METHODS
+from .trials import Experiment, Record, Result, Trials, Watcher, read_experiments
+
+_SHOWN = 3  # texts in the terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +99,8 @@ def resume_vertical(directory: str, rest: list[str]) -> int:
 
 def describe(experiment: Experiment) -> str:
     """An experiment in one line."""
-    return (
-        f"{experiment.method}, {experiment.world}, at most {experiment.training.epochs} epochs, seed {experiment.seed}"
-    )
+    world, training = experiment.world.describe(), experiment.training
+    return f"{experiment.method}, {world}, at most {training.epochs} epochs, seed {experiment.seed}"
 
 
 def _single(path: Path) -> tuple[str, Experiment]:
@@ -127,6 +130,8 @@ def _train(trials: Trials, checkpoint_every: int) -> int:
 def _finish(trials: Trials) -> str:
     """Test, keep the scores with the metrics, and say what came out."""
     (experiment,), (result,) = trials.experiments, trials.results()
+    if isinstance(experiment.world, TextWorld) and trials.files:
+        _highlight(trials.files.path, experiment, result)
     method = METHODS[experiment.method]
     scores = {"quiet": result.quiet, "noised": result.noised}
     if method.policy != "random":
@@ -141,13 +146,14 @@ def _finish(trials: Trials) -> str:
     return "\n".join(lines)
 
 
-def table(experiment: Experiment, epochs: int, steps: int, scores: dict[str, Score]) -> list[str]:
+def table(experiment: Experiment, epochs: int, steps: int, scores: dict[str, Any]) -> list[str]:
     """The scores of a test, in lines of Markdown."""
+    first = scores["quiet"]
     return [
         f"{experiment.method}: {epochs} epochs, {steps} environment steps, best in validation tested",
         "",
-        "| test | success | trajectory difference | reward |",
-        "|---|---|---|---|",
+        f"| test | {' | '.join(_COLUMNS[name][0] for name in first._fields)} |",
+        f"|---|{'---|' * len(first)}",
         *(_row(label, scores[name]) for name, label in _labels(experiment).items() if name in scores),
     ]
 
@@ -161,8 +167,32 @@ def _labels(experiment: Experiment) -> dict[str, str]:
     return {"quiet": names[0], "noised": names[1], "random": "random policy"}
 
 
-def _row(label: str, score: Score) -> str:
-    return f"| {label} | {100 * score.success:.1f}% | {score.detour:.3f} | {score.reward:.1f} |"
+_COLUMNS = {
+    "success": ("success", "{:.1%}"),
+    "detour": ("trajectory difference", "{:.3f}"),
+    "reward": ("reward", "{:.1f}"),
+    "f1": ("F1", "{:.1%}"),
+    "precision": ("precision", "{:.1%}"),
+    "recall": ("recall", "{:.1%}"),
+}
+
+
+def _row(label: str, score: Any) -> str:
+    numbers = (_COLUMNS[name][1].format(number) for name, number in score._asdict().items())
+    return f"| {label} | {' | '.join(numbers)} |"
+
+
+def _highlight(path: Path, experiment: Experiment, result: Result) -> None:
+    """Show some texts of the test, and keep all as a page."""
+    assert isinstance(experiment.world, TextWorld)
+    found = highlight.marked(experiment, result.minds)
+    console.print(highlight.legend())
+    for one in found[:_SHOWN]:
+        console.print(highlight.lines(one))
+    file, scored = path / "texts.html", result.quiet
+    notes = f"F1 {scored.f1:.1%}, precision {scored.precision:.1%}, recall {scored.recall:.1%}, without noise."
+    highlight.write(file, f"{experiment.method}: {experiment.world.describe()}", notes, found)
+    console.print(f"all {len(found)} texts: {escape(str(file))}")
 
 
 def tracker(progress: Progress, epochs: int, done: int) -> Watcher:

@@ -27,7 +27,7 @@ from ..errors import AtollError, require
 from ..settings import settings
 from .networks import Views
 from .protocol import Phase
-from .world import Outcome, WorldSettings
+from .world import Outcome, Played, Score, WorldSettings, journeys
 
 Setting = Literal["corrected", "as-published"]
 SIZES = (8, 16, 32)
@@ -276,10 +276,16 @@ class Grid:
         """Twice the longest shortest path."""
         return 2 * LONGEST[self.plan.size]
 
+    @property
+    def epoch(self) -> int:
+        """A quarter of the longest duration of 100 episodes."""
+        return 25 * self.limit
+
     def fresh(self, key: jax.Array, episodes: int) -> Places:
         """Training episodes, drawn at random."""
         key, draw = jax.random.split(key)
-        return self._start(self.pool[jax.random.randint(draw, (episodes,), 0, self.train)], key)
+        number = (jax.random.uniform(draw, (episodes,)) * self.train).astype(jnp.int32)
+        return self._start(self.pool[jnp.minimum(number, self.train - 1)], key)
 
     def exam(self, phase: Phase, key: jax.Array) -> Places:
         """One episode on every map of validation or of the test."""
@@ -322,6 +328,11 @@ class Grid:
         """The last H frames around an agent, 1 where a cell is free, 0 before the start; [E, width, width, H]."""
         return state.history
 
+    def read(self, places: tuple[int, ...], views: Views) -> Views:
+        """The same."""
+        del places
+        return views
+
     def expert(self, state: Places) -> jax.Array:
         """The next moves along the shortest path, from both its ends."""
         last = self.cells[state.episode] - 2
@@ -332,6 +343,11 @@ class Grid:
     def optimal(self, state: Places) -> jax.Array:
         """Joint steps until the agents are beside each other if both follow the shortest path."""
         return jnp.where(state.over, 0, jnp.maximum((self.cells[state.episode] - 1) // 2, 1))
+
+    def score(self, state: Places, played: Played) -> Score:
+        """Who met, and by which way."""
+        del state
+        return journeys(played)
 
     def _start(self, episode: jax.Array, key: jax.Array) -> Places:
         missing, episode = episode < 0, jnp.maximum(episode, 0)

@@ -71,7 +71,7 @@ def _run(setup: Setup, how: tuple[int, Phase, Program, tuple[Any, ...]], held: A
 
     party: Any
     if place:
-        party = Passive(setup.learning, setup.network, state, see, place, phase)
+        party = Passive(setup.learning, setup.network, state, stage, place, see)
     else:
         party = Lead(setup.learning, setup.network, state, stage)
     answer = program(party, *arguments, **dict(static))

@@ -28,7 +28,7 @@ from .parties import Lead
 from .protocol import Correction, Joint, Noised, Phase, Records, Values
 from .remote import Gone, Pending, RemotePeer
 from .service import fingerprint
-from .training import Score, Tally, exam_key
+from .training import Tally, exam_key
 from .trials import Experiment, Record, Watcher
 
 _AGAIN = 0.5  # seconds between two tries to reach a party
@@ -163,7 +163,7 @@ class RemoteTraining:
         self._files = Checkpoints(folder)
         self._world = setup.world
         self._warmup = training.joint_warmup
-        self.steps_of_epoch = training.joint_steps(setup.world.limit)
+        self.steps_of_epoch = training.joint_steps(setup.world)
         self._setup, self._seed = setup, experiment.seed
         self._shunned: set[str] = set()
         self._new()
@@ -190,7 +190,7 @@ class RemoteTraining:
             for epoch, (reward, loss, quiet, noised) in enumerate(self._curve[: self.epoch].tolist(), 1)
         ]
 
-    def run(self, watch: Watcher | None = None, stop: threading.Event | None = None) -> tuple[Score, Score] | None:
+    def run(self, watch: Watcher | None = None, stop: threading.Event | None = None) -> tuple[Any, Any] | None:
         """Train until the end, or until `stop` is set; the scores of FRL-1 and FRL-2, or None if stopped."""
         stop = stop or threading.Event()
         while not stop.is_set():
@@ -224,7 +224,7 @@ class RemoteTraining:
         """Score all parties, and let them keep what they know where it is the best so far."""
         row, better = [*self._sums / self.steps_of_epoch], False
         for i, phase in enumerate(_EXAMS):
-            success = self._exam(phase, self.epoch).success
+            success = self._exam(phase, self.epoch)[0]
             row.append(success)
             if success > self._best[i]:
                 _gather_none([peer.send(phase, ("keep", np.int32(self.epoch))) for peer in self._peers])
@@ -234,8 +234,8 @@ class RemoteTraining:
         self._curve[self.epoch - 1] = row
         self._sums = np.zeros(2)
 
-    def _exam(self, phase: Phase, epoch: int) -> Score:
-        """Play all episodes of a phase."""
+    def _exam(self, phase: Phase, epoch: int) -> Any:
+        """The world's score of all episodes of a phase."""
         key = exam_key(self._seed, epoch)
         net, head = self._kept[_EXAMS.index(_best_in(phase))] if phase.tests else self._mind()
         lead = self.lead.exam(phase, net, head, key)
@@ -250,7 +250,8 @@ class RemoteTraining:
             seen = _gather(asked)
             if not np.any(tally.alive):
                 break
-        return Score(*map(float, tally.score(optimal)))
+        score = self._world.score(lead.stage.state, tally.played(optimal))
+        return score._replace(**{name: float(number) for name, number in score._asdict().items()})
 
     def _mind(self) -> tuple[Any, Any]:
         return self.lead.state.net, self.lead.state.head

@@ -57,7 +57,7 @@ class GridNetwork:
     def init(self, key: jax.Array, shapes: tuple[tuple[int, ...], ...], actions: int) -> Params:
         """Parameters for views of `shapes` [width, width, frames]."""
         *keys, hidden, out = jax.random.split(key, len(shapes) + 2)
-        filters = tuple(_xavier(k, (*shape, self.kernels)) for k, shape in zip(keys, shapes, strict=True))
+        filters = tuple(xavier(k, (*shape, self.kernels)) for k, shape in zip(keys, shapes, strict=True))
         inputs = sum(math.prod(shape[:2]) * self.kernels for shape in shapes)
         return {"conv": filters, "hidden": dense(hidden, inputs, self.width), "out": dense(out, self.width, actions)}
 
@@ -90,10 +90,10 @@ class DenseNetwork:
         return affine(jax.nn.relu(affine(flat.astype(jnp.float32), params["hidden"])), params["out"])
 
 
-def new_head(key: jax.Array, parties: int, actions: int, width: int = 32) -> Head:
-    """A head for the values of so many parties: parties x actions -> width -> actions."""
+def new_head(key: jax.Array, parties: int, actions: int) -> Head:
+    """A head for the values of so many parties: parties x actions -> 2 x actions -> actions."""
     hidden, out = jax.random.split(key)
-    return Head(dense(hidden, parties * actions, width), dense(out, width, actions))
+    return Head(dense(hidden, parties * actions, 2 * actions), dense(out, 2 * actions, actions))
 
 
 def combine(head: Head, values: tuple[jax.Array, ...]) -> jax.Array:
@@ -112,7 +112,8 @@ def affine(x: jax.Array, layer: Layer) -> jax.Array:
     return x @ layer["w"] + layer["b"]
 
 
-def _xavier(key: jax.Array, shape: tuple[int, ...]) -> Layer:
+def xavier(key: jax.Array, shape: tuple[int, ...]) -> Layer:
+    """A convolution, or a table, that has learned nothing; the last two numbers are its inputs and outputs."""
     area = math.prod(shape[:-2])
     bound = math.sqrt(6 / (area * (shape[-2] + shape[-1])))
     return {

@@ -67,7 +67,7 @@ class Learning:
 class Memory(NamedTuple):
     """A ring of what a party saw and what was done: K blocks of E episodes; record k * E + e."""
 
-    views: Views  # [K, E, *shape] each
+    views: Views  # [K, E, ...] each
     action: jax.Array  # [K, E]
     block: jax.Array  # blocks acted in so far; what is seen now lies in the one after them
 
@@ -87,7 +87,7 @@ class Memory(NamedTuple):
         return self._replace(action=self.action.at[place].set(action), block=self.block + 1)
 
     def now(self) -> Views:
-        """What was seen last, [E, *shape]."""
+        """What was seen last, [E, ...]."""
         return tuple(view[self.block % len(self.action)] for view in self.views)
 
     def seen(self, index: jax.Array) -> Views:
@@ -104,14 +104,14 @@ class Memory(NamedTuple):
         return (index + self.action.shape[1]) % self.size
 
 
-def new_memory(capacity: int, shapes: tuple[tuple[int, ...], ...], episodes: int, dtypes: tuple[Any, ...]) -> Memory:
-    """An empty one."""
+def new_memory(capacity: int, kept: tuple[Any, ...], episodes: int) -> Memory:
+    """An empty one for views of the form of `kept`."""
     blocks = capacity // episodes
     require(
         blocks >= 4,
         f"replay is {capacity}; for {episodes} parallel episodes it must be at least {4 * episodes}",
     )
-    views = tuple(jnp.zeros((blocks, episodes, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    views = tuple(jnp.zeros((blocks, episodes, *view.shape), view.dtype) for view in kept)
     return Memory(views, jnp.zeros((blocks, episodes), jnp.int32), jnp.zeros((), jnp.int32))
 
 
@@ -174,7 +174,7 @@ class PassiveState(NamedTuple):
     moments: Any  # Adam's, of the network and of the head
     memory: Memory
     key: jax.Array
-    asked: jax.Array  # the key of the noise on the last vectors sent about records
+    asked: jax.Array  # the key of the noise on the last vectors about records
     updates: jax.Array
 
 
@@ -186,9 +186,9 @@ class Passive:
         learning: Learning,
         network: Network,
         state: PassiveState,
-        see: Callable[[Joint | None], Views],
+        stage: Stage,
         place: int,
-        phase: Phase = Phase.TRAIN,
+        see: Callable[[Joint | None], Views],
     ) -> None:
         """A party that stands at `place` (1, 2, ...) in the head's input.
 
@@ -197,31 +197,31 @@ class Passive:
         self.learning = learning
         self.network = network
         self.state = state
-        self._see = see
+        self.stage = stage
         self._place = place
-        self._phase = phase
+        self._see = see
 
     def begin(self, phase: Phase) -> Noised:
-        """Take up the episodes of `phase`; the values of what is seen."""
-        self._phase = phase
+        """Look at the episodes of `phase`, which the stage must have been set to; the values of what is seen."""
+        self.stage.require(phase)
         return self.look()
 
     def act(self, action: Joint) -> Noised:
         """Do one's part of the joint action; the values of what is seen then."""
-        if self._phase.trains:
+        if self.stage.phase.trains:
             self.state = self.state._replace(memory=self.state.memory.act(action.array))
         return self.look(action)
 
     def values(self, records: Records) -> Values:
         """The values of records, and of those that follow by the slow copy."""
         state = self.state
-        key, asked, following = jax.random.split(state.key, 3)
+        key, asked = jax.random.split(state.key)
         self.state = state._replace(key=key, asked=asked)
         memory, index = state.memory, records.array
-        return Values(
-            self._release(self.network.apply(state.net, memory.seen(index)), asked),
-            self._release(self.network.apply(state.slow, memory.seen(memory.after(index))), following),
-        )
+        now = self._apply(state.net, memory.seen(index))
+        following = self._apply(state.slow, memory.seen(memory.after(index)))
+        draws = self._draws(asked, *now.shape)
+        return Values(self._release(now, draws[0]), self._release(following, draws[1]))
 
     def learn(self, lesson: Lesson) -> Head:
         """Minimise (Y - Q_f)^2 in theta_2 and theta_3; the others' values are constants.
@@ -233,7 +233,8 @@ class Passive:
         views, done = state.memory.seen(index), state.memory.done(index)
 
         def loss(params: tuple[Params, Head]) -> jax.Array:
-            own = self._release(self.network.apply(params[0], views), state.asked)
+            values = self._apply(params[0], views)
+            own = self._release(values, self._draws(state.asked, *values.shape)[0])
             parties = (*lesson.others[: self._place], own, *lesson.others[self._place :])
             return td_loss(params[1], parties, done, lesson.target)
 
@@ -247,7 +248,8 @@ class Passive:
         views = state.memory.seen(correction.records.array)
 
         def sent(net: Params) -> jax.Array:
-            return self._release(self.network.apply(net, views), state.asked).array
+            values = self._apply(net, views)
+            return self._release(values, self._draws(state.asked, *values.shape)[0]).array
 
         (gradient,) = jax.vjp(sent, state.net)[1](correction.slope.array)
         self._descend((gradient, None), (state.net, None))
@@ -266,12 +268,20 @@ class Passive:
         views = self._see(action)
         state = self.state
         key, draw = jax.random.split(state.key)
-        memory = state.memory.see(views) if self._phase.trains else state.memory
+        memory = state.memory.see(views) if self.stage.phase.trains else state.memory
         self.state = state._replace(key=key, memory=memory)
-        return self._release(self.network.apply(state.net, views), draw)
+        values = self._apply(state.net, views)
+        return self._release(values, protocol.noise_for(draw, *values.shape))
 
-    def _release(self, values: jax.Array, key: jax.Array) -> Noised:
-        return protocol.release(values, key, self.learning.noise, self._phase)
+    def _apply(self, net: Params, views: Views) -> jax.Array:
+        return self.network.apply(net, self.stage.world.read((self._place,), views))
+
+    def _draws(self, key: jax.Array, *shape: int) -> jax.Array:
+        """For the vectors of records [B, actions], and of those that follow."""
+        return protocol.noise_for(key, 2, *shape)
+
+    def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
+        return protocol.release(values, draw, self.learning.noise, self.stage.phase)
 
 
 def new_passive(
@@ -281,15 +291,15 @@ def new_passive(
     shape: tuple[int, ...],
     actions: int,
     parties: int,
+    kept: Any,
     episodes: int = 1,
-    dtype: Any = jnp.int8,
 ) -> PassiveState:
-    """A passive party that knows nothing, in a federation of `parties`."""
+    """A passive party that knows nothing, in a federation of `parties`; `kept` has the form of what it remembers."""
     key, asked, start = jax.random.split(key, 3)
     net = network.init(start, (shape,), actions)
     head = new_head(start, parties, actions) if learning.exchange == "head" else None  # only for the moments' shapes
     moments = learning.optimizer.init((net, head))
-    memory = new_memory(learning.replay, (shape,), episodes, (dtype,))
+    memory = new_memory(learning.replay, (kept,), episodes)
     return PassiveState(net, jax.tree.map(jnp.copy, net), moments, memory, key, asked, jnp.zeros((), jnp.int32))
 
 
@@ -303,6 +313,7 @@ class ActiveState(NamedTuple):
     memory: Memory
     rewards: Rewards
     key: jax.Array
+    asked: jax.Array  # the key of the noise on vectors about the last records
     updates: jax.Array
     loss: jax.Array  # of the last update
 
@@ -345,7 +356,7 @@ class Lead:
 
     def begin(self, phase: Phase) -> None:
         """Look at the episodes of `phase`, which the stage must have been set to."""
-        require(self.stage.phase is phase, f"the stage is set for {self.stage.phase.value}, not for {phase.value}")
+        self.stage.require(phase)
         self.look()
 
     def choose(self, seen: tuple[Noised, ...]) -> Joint:
@@ -355,7 +366,8 @@ class Lead:
         self.state = state._replace(key=key)
         if self._policy == "imitate" and trains:
             return protocol.joint(world.expert(self.stage.state))
-        own = self._release(self.network.apply(state.net, self.stage.view(self._views)), draw)
+        values = self._apply(state.net, self.stage.view(self._views))
+        own = self._release(values, protocol.noise_for(draw, *values.shape))
         best = jnp.argmax(federated(state.head, (own, *seen)), -1)
         if not trains and self._policy != "random":
             return protocol.joint(best)
@@ -375,38 +387,33 @@ class Lead:
 
     def draw(self) -> Records:
         """Records to replay."""
-        key, draw = jax.random.split(self.state.key)
-        self.state = self.state._replace(key=key)
+        key, asked, draw = jax.random.split(self.state.key, 3)
+        self.state = self.state._replace(key=key, asked=asked)
         share = None if self._policy == "imitate" else self.learning.positive
         return protocol.records(self.state.rewards.draw(draw, self.learning.batch, share))
 
     def target(self, records: Records, following: tuple[Noised, ...]) -> Target:
         """Y of records, by the slow copies."""
         state, index = self.state, records.array
-        key, draw = jax.random.split(state.key)
-        self.state = state._replace(key=key)
         net, head = state.slow
-        own = self._release(self.network.apply(net, state.memory.seen(state.memory.after(index))), draw)
+        own = self._noised(self._apply(net, state.memory.seen(state.memory.after(index))), 0)
         reward, ended = (column.reshape(-1)[index] for column in (state.rewards.reward, state.rewards.ended))
         return protocol.target(reward, ended, federated(head, (own, *following)), self.learning.gamma)
 
     def slopes(self, records: Records, target: Target, now: tuple[Noised, ...]) -> tuple[Slope, ...]:
         """The gradient of (Y - Q_f)^2 with respect to each of the others' values."""
         state = self.state
-        key, draw = jax.random.split(state.key)
-        self.state = state._replace(key=key)
-        own = self._values(state.net, records, draw)
+        own = self._noised(self._apply(state.net, state.memory.seen(records.array)), 1)
         done = state.memory.done(records.array)
         return protocol.slopes(lambda sent: td_loss(state.head, (own, *sent), done, target), now)
 
     def learn(self, records: Records, target: Target, now: tuple[Noised, ...]) -> None:
         """Minimise (Y - Q_f)^2 in theta_1 and theta_3; the others' values are constants."""
         state = self.state
-        key, draw = jax.random.split(state.key)
-        done = state.memory.done(records.array)
+        views, done = state.memory.seen(records.array), state.memory.done(records.array)
 
         def loss(params: tuple[Params, Head | None]) -> jax.Array:
-            own = self._values(params[0], records, draw)
+            own = self._noised(self._apply(params[0], views), 1)
             if self._policy == "imitate":
                 return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(own.array, done))
             return td_loss(params[1], (own, *now), done, target)
@@ -415,13 +422,11 @@ class Lead:
         error, slope = jax.value_and_grad(loss)(params)
         step, moments = self.learning.optimizer.update(slope, state.moments)
         net, head = optax.apply_updates(params, step)
-        self.state = state._replace(net=net, head=head, moments=moments, key=key, loss=error)
+        self.state = state._replace(net=net, head=head, moments=moments, loss=error)
 
     def share(self, records: Records) -> Noised:
         """One's own values, after one's update, for the others."""
-        key, draw = jax.random.split(self.state.key)
-        self.state = self.state._replace(key=key)
-        return self._values(self.state.net, records, draw)
+        return self._noised(self._apply(self.state.net, self.state.memory.seen(records.array)), 2)
 
     def adopt(self, head: Head | None) -> None:
         """End an update, with the head as the others have left it."""
@@ -441,11 +446,18 @@ class Lead:
         progress = jnp.minimum(memory.block * memory.action.shape[1] / learning.explore_steps, 1.0)
         return learning.explore_first + progress * (learning.explore_last - learning.explore_first)
 
-    def _values(self, net: Params, records: Records, key: jax.Array) -> Noised:
-        return self._release(self.network.apply(net, self.state.memory.seen(records.array)), key)
+    def _noised(self, values: jax.Array, use: int) -> Noised:
+        """Vectors about records, for the target, one's own update or the others."""
+        return self._release(values, protocol.noise_for(self.state.asked, 3, *values.shape)[use])
 
-    def _release(self, values: jax.Array, key: jax.Array) -> Noised:
-        return protocol.release(values, key, self.learning.noise, self.stage.phase)
+    def _apply(self, net: Params, views: Views) -> jax.Array:
+        return self.network.apply(net, self.stage.world.read(self._views, views))
+
+    def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
+        phase = self.stage.phase
+        if self.state.head is None and phase.trains:
+            phase = Phase.VALIDATE  # nobody else hears of it: a party on its own learns without noise
+        return protocol.release(values, draw, self.learning.noise, phase)
 
 
 def new_lead(
@@ -455,14 +467,17 @@ def new_lead(
     shapes: tuple[tuple[int, ...], ...],
     actions: int,
     parties: int,
+    kept: tuple[Any, ...],
     episodes: int = 1,
-    dtype: Any = jnp.int8,
 ) -> ActiveState:
-    """An active party that knows nothing, in a federation of `parties`; alone it has no head."""
-    key, start, top = jax.random.split(key, 3)
+    """An active party that knows nothing, in a federation of `parties`; alone it has no head.
+
+    `kept` has the form of what it remembers, of each view.
+    """
+    key, asked, start, top = jax.random.split(key, 4)
     net = network.init(start, shapes, actions)
     head = new_head(top, parties, actions) if parties > 1 else None
-    memory = new_memory(learning.replay, shapes, episodes, (dtype,) * len(shapes))
+    memory = new_memory(learning.replay, kept, episodes)
     return ActiveState(
         net,
         head,
@@ -471,6 +486,7 @@ def new_lead(
         memory,
         new_rewards(memory),
         key,
+        asked,
         jnp.zeros((), jnp.int32),
         jnp.zeros(()),
     )
@@ -484,8 +500,9 @@ def federated(head: Head | None, parties: tuple[Noised, ...]) -> jax.Array:
 
 def td_loss(head: Head | None, parties: tuple[Noised, ...], done: jax.Array, target: Target) -> jax.Array:
     """Mean of (Y - Q_f)^2 over records in which `done` [B] was done."""
-    values = jnp.take_along_axis(federated(head, parties), done[:, None], -1)[:, 0]
-    return jnp.mean((target.array - values) ** 2)
+    values = federated(head, parties)
+    chosen = jnp.sum(jnp.where(jnp.arange(values.shape[-1]) == done[:, None], values, 0.0), -1)  # no gather: no scatter
+    return jnp.mean((target.array - chosen) ** 2)
 
 
 def renewed(updates: jax.Array, every: int, fresh: Params, slow: Params) -> Params:

@@ -159,17 +159,23 @@ MESSAGES = (Noised, Records, Joint, Values, Lesson, Correction, Head)
 """All that may cross."""
 
 
-def release(values: jax.Array, key: jax.Array, noise: Noise, phase: Phase = Phase.TRAIN) -> Noised:
-    """hat Q of Q-vectors [B, actions]: clipped, and none, some or all of them noised, as is due in `phase`."""
+def noise_for(key: jax.Array, *shape: int) -> jax.Array:
+    """Random numbers from which `release` makes the noise of vectors [*shape]: one more for each, to toss a coin."""
+    return jax.random.normal(key, (*shape[:-1], shape[-1] + 1))
+
+
+def release(values: jax.Array, draw: jax.Array, noise: Noise, phase: Phase = Phase.TRAIN) -> Noised:
+    """hat Q of Q-vectors [B, actions]: clipped, and none, some or all of them noised, as is due in `phase`.
+
+    `draw` [B, actions + 1] is from `noise_for`, and never used for other vectors.
+    """
     if noise.clip is not None:
         norm = jnp.sqrt(jnp.sum(values**2, -1, keepdims=True) + 1e-12)
         values = values * jnp.minimum(1.0, noise.clip / norm)
     share = noise.during(phase)
     if isinstance(share, float) and share == 0:
         return _seal(Noised, values)
-    # One draw for both the noise and the coin: every draw takes long to compile.
-    draw = jax.random.normal(key, (*values.shape[:-1], values.shape[-1] + 1))
-    noisy = jax.scipy.special.ndtr(draw[..., -1:]) < share
+    noisy = draw[..., -1:] < jax.scipy.special.ndtri(share)  # with probability `share`
     return _seal(Noised, values + jnp.where(noisy, noise.sigma * draw[..., :-1], 0.0))
 
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from ..errors import require
 from ..settings import settings
 from . import protocol
-from .networks import Head, Params
+from .networks import Head, Params, Views
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
 from .protocol import Noised, Phase
-from .world import Outcome, Stage, World
+from .world import Outcome, Played, Stage, World
 
 
 class Method(NamedTuple):
@@ -55,7 +55,7 @@ class Training:
     patience: int = 10
     """stop after so many epochs in which validation got no better"""
     epoch: int = 0
-    """environment steps of an epoch; 0: a quarter of the longest duration of 100 episodes"""
+    """environment steps of an epoch; 0: as the world has it"""
     parallel: int = 1
     """episodes played side by side"""
     updates: int = 1
@@ -68,9 +68,9 @@ class Training:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         require(self.epoch >= 0, f"epoch is {self.epoch}; it must be 0 or more environment steps")
 
-    def joint_steps(self, limit: int) -> int:
-        """Steps of all episodes together in an epoch of a world whose episodes have at most `limit` steps."""
-        return math.ceil((self.epoch or 25 * limit) / self.parallel)
+    def joint_steps(self, world: World) -> int:
+        """Steps of all episodes together in an epoch."""
+        return math.ceil((self.epoch or world.epoch) / self.parallel)
 
     @property
     def joint_warmup(self) -> int:
@@ -100,14 +100,6 @@ class Run(NamedTuple):
         return Minds(self.lead.net, self.lead.head, tuple(peer.net for peer in self.peers))
 
 
-class Score(NamedTuple):
-    """Of all episodes of a phase."""
-
-    success: Any  # share of episodes that ended well
-    detour: Any  # trajectory difference: |steps - optimal steps| / optimal steps, summed over successful episodes
-    reward: Any  # mean sum of an episode
-
-
 class Setup(NamedTuple):
     """What a run is made of; settings are pytrees, so that a program takes it as argument."""
 
@@ -120,8 +112,7 @@ def prepared(method: Method, learning: Learning) -> Learning:
     """The settings with which a method learns."""
     if method.federated:
         return learning
-    quiet = dataclasses.replace(learning.noise, share=0.0)
-    return dataclasses.replace(learning, noise=quiet, slow=min(learning.slow, _SLOW_ALONE))
+    return dataclasses.replace(learning, slow=min(learning.slow, _SLOW_ALONE))
 
 
 def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> Run:
@@ -143,9 +134,8 @@ def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: in
     """The leading party of a seed."""
     world, views = setup.world, _views(method, setup.world)
     parties = 1 + len(_places(method, world))
-    shapes = tuple(world.shapes[view] for view in views)
-    dtype = _dtype(world)
-    return new_lead(draw_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, episodes, dtype)
+    shapes, kept = tuple(world.shapes[i] for i in views), tuple(_kept(world)[i] for i in views)
+    return new_lead(draw_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, kept, episodes)
 
 
 def peer_key(seed: jax.Array | int, place: int) -> jax.Array:
@@ -163,8 +153,8 @@ def new_peer(setup: Setup, key: jax.Array, place: int, episodes: int) -> Passive
         world.shapes[place],
         world.actions,
         len(world.shapes),
+        _kept(world)[place],
         episodes,
-        _dtype(world),
     )
 
 
@@ -235,11 +225,9 @@ class Tally(NamedTuple):
             self.reward + outcome.reward,
         )
 
-    def score(self, optimal: jax.Array) -> Score:
-        """Of all episodes that count, the best of which need `optimal` steps [E]."""
-        counted, best = jnp.sum(optimal > 0), jnp.sum(jnp.where(self.success, optimal, 0))
-        detour = jnp.abs(jnp.sum(jnp.where(self.success, self.steps, 0)) - best) / best
-        return Score(jnp.sum(self.success) / counted, detour, jnp.sum(self.reward) / counted)
+    def played(self, optimal: jax.Array) -> Played:
+        """Of episodes that have ended, of which the best need `optimal` steps [E]."""
+        return Played(optimal, self.steps, self.reward, self.success)
 
 
 def exam_key(seed: jax.Array | int, epoch: jax.Array | int) -> jax.Array:
@@ -252,7 +240,7 @@ _NOTHING: Any = None  # no memory: nobody writes one outside of training
 
 def exam_active(net: Params, head: Head | None, key: jax.Array) -> ActiveState:
     """The leading party in an exam."""
-    return ActiveState(net, head, (_NOTHING, _NOTHING), *(_NOTHING,) * 3, key, _NOTHING, _NOTHING)
+    return ActiveState(net, head, (_NOTHING, _NOTHING), *(_NOTHING,) * 3, key, *(_NOTHING,) * 3)
 
 
 def exam_peer(net: Params, key: jax.Array) -> PassiveState:
@@ -265,8 +253,13 @@ def exam_peer_key(key: jax.Array, place: int) -> jax.Array:
     return jax.random.fold_in(key, place)
 
 
-def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Score:
-    """Play all episodes of a phase, side by side."""
+def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Any:
+    """The world's score of all episodes of a phase."""
+    return setup.world.score(*play(setup, method, minds, key, phase))
+
+
+def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> tuple[Any, Played]:
+    """Play all episodes of a phase, side by side; where the world then stands, and how it went."""
     world = setup.world
     state = world.exam(phase, key)
     lead = exam_active(minds.lead, minds.head, key)
@@ -283,8 +276,8 @@ def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phas
         assert lead.outcome is not None
         return (_packed(lead, peers, seen), tally.note(lead.outcome)), None
 
-    (_, tally), _ = jax.lax.scan(body, (run, Tally.blank(optimal)), None, length=world.limit)
-    return tally.score(optimal)
+    (run, tally), _ = jax.lax.scan(body, (run, Tally.blank(optimal)), None, length=world.limit)
+    return run.stage, tally.played(optimal)
 
 
 def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, tuple[Passive, ...]]:
@@ -293,7 +286,7 @@ def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, t
     lead = Lead(learning, network, run.lead, stage, _views(method, world), method.policy)
 
     def peer(place: int, state: PassiveState) -> Passive:
-        return Passive(learning, network, state, lambda _: stage.view((place,)), place, stage.phase)
+        return Passive(learning, network, state, stage, place, lambda _: stage.view((place,)))
 
     return lead, tuple(map(peer, _places(method, world), run.peers))
 
@@ -310,8 +303,14 @@ def _places(method: Method, world: World) -> tuple[int, ...]:
     return tuple(range(1, len(world.shapes))) if method.federated else ()
 
 
-def _dtype(world: World) -> Any:
-    return jax.eval_shape(lambda: world.look(world.fresh(jax.random.key(0), 1)))[0].dtype
+def _kept(world: World) -> Views:
+    """Of one episode: the form of what each party remembers."""
+
+    def one() -> Views:
+        return tuple(view[0] for view in world.look(world.fresh(jax.random.key(0), 1)))
+
+    form: Views = jax.eval_shape(one)
+    return form
 
 
 def draw_key(seed: jax.Array | int, use: int) -> jax.Array:

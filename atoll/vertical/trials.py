@@ -1,7 +1,7 @@
 """Experiments of vertical federation: settings, training epoch by epoch, early stopping, files, test.
 
-Experiments that differ only in numbers (seeds, rates, noise, the grid's setting) train as one program: in turn on a
-CPU, side by side on a GPU. Each gets the numbers it would have had alone.
+Experiments that differ only in numbers (seeds, rates, noise, the grid's setting, the fold that is scored) train as one
+program: in turn on a CPU, side by side on a GPU. Each gets the numbers it would have had alone.
 """
 
 import dataclasses
@@ -28,13 +28,14 @@ from .gridworld import GridWorld
 from .networks import DenseNetwork, GridNetwork
 from .parties import Learning
 from .protocol import Phase
+from .text2action import TextWorld
+from .textnetwork import TextNetwork
 from .training import (
     METHODS,
     Method,
     MethodName,
     Minds,
     Run,
-    Score,
     Setup,
     Training,
     advance,
@@ -45,7 +46,13 @@ from .training import (
 )
 from .world import WorldSettings
 
-KINDS: dict[str, type[Any]] = {"grid": GridWorld, "grid-network": GridNetwork, "dense-network": DenseNetwork}
+KINDS: dict[str, type[Any]] = {
+    "grid": GridWorld,
+    "text": TextWorld,
+    "grid-network": GridNetwork,
+    "text-network": TextNetwork,
+    "dense-network": DenseNetwork,
+}
 """Worlds and networks by the names that they have in configs."""
 
 Record = dict[str, Any]
@@ -107,8 +114,8 @@ class Result(NamedTuple):
 
     epochs: int  # trained until it stopped
     steps: int  # of the environment
-    quiet: Score  # test without noise; FRL-1
-    noised: Score  # test with noise on all vectors; FRL-2
+    quiet: Any  # the world's score of the test without noise; FRL-1
+    noised: Any  # and with noise on all vectors; FRL-2
     minds: Minds  # best in validation without noise
     minds_noised: Minds  # and with
 
@@ -118,7 +125,7 @@ class Progress(NamedTuple):
 
     run: Run  # [R, ...]
     kept: tuple[Minds, ...]  # [R, ...] best in validation, without noise and with
-    best: np.ndarray  # [2, R] their success
+    best: np.ndarray  # [2, R] their scores
     idle: np.ndarray  # [R] epochs since either got better
     trained: np.ndarray  # [R] epochs until it stopped
     epoch: np.ndarray
@@ -207,7 +214,7 @@ class Trials:
     @property
     def steps_of_epoch(self) -> int:
         """Joint steps."""
-        return self.training.joint_steps(self.world.limit)
+        return self.training.joint_steps(self.world)
 
     def advance(self, watch: Watcher | None = None, checkpoint_every: int = 1, pause: float = 0.0) -> None:
         """Train until all have stopped. Ctrl-C ends it after the current epoch; `interrupted` is then True.
@@ -236,7 +243,7 @@ class Trials:
         quiet, noised = self._judge(minds, 0, Phase.TEST), self._judge(minds_noised, 0, Phase.TEST_NOISED)
         found = []
         for i, epochs in enumerate(state.trained.tolist()):
-            one, other = (Score(*(float(column[i]) for column in test)) for test in (quiet, noised))
+            one, other = (type(test)(*(float(column[i]) for column in test)) for test in (quiet, noised))
             steps = epochs * self.steps_of_epoch * self.training.parallel
             found.append(Result(epochs, steps, one, other, _row(minds, i), _row(minds_noised, i)))
         return found
@@ -260,9 +267,11 @@ class Trials:
     def _fresh(self) -> Progress:
         count = len(self.experiments)
         run = _begin(self._engine, self.method, self.training.parallel, self._setup, self._seeds)
-        none = np.zeros(count, np.int64)
+        none = np.zeros(count, np.int32)
         kept = tuple(jax.tree.map(jnp.copy, run.minds) for _ in _VALIDATION)
-        return Progress(run, kept, np.full((len(_VALIDATION), count), -1.0), none, none, np.zeros((), np.int64))
+        return Progress(
+            run, kept, np.full((len(_VALIDATION), count), -1.0, np.float32), none, none, np.zeros((), np.int32)
+        )
 
     def _begin(self) -> Progress:
         state = self._fresh()
@@ -277,28 +286,27 @@ class Trials:
         state, training = self.state, self.training
         epoch, active = self.epoch + 1, self.state.idle < training.patience
         run, gains = _advance(self._engine, self.method, self.steps_of_epoch, training.updates, self._setup, state.run)
-        exams = [self._judge(run.minds, epoch, phase).success for phase in _VALIDATION.values()]
-        success = np.asarray(exams, np.float64)
-        higher = (success > state.best) & active
+        exams = [self._judge(run.minds, epoch, phase)[0] for phase in _VALIDATION.values()]
+        found = np.asarray(exams, np.float32)
+        higher = (found > state.best) & active
         kept = tuple(_chosen(which, run.minds, old) for which, old in zip(higher, state.kept, strict=True))
         self.state = Progress(
             run,
             kept,
-            np.where(higher, success, state.best),
+            np.where(higher, found, state.best),
             np.where(higher.any(0), 0, state.idle + 1),
             state.trained + active,
-            np.asarray(epoch),
+            np.asarray(epoch, np.int32),
         )
         return {
             "round": epoch,
-            "validation": {name: _listed(row) for name, row in zip(_VALIDATION, success, strict=True)},
+            "validation": {name: _listed(row) for name, row in zip(_VALIDATION, found, strict=True)},
             "training": {name: _listed(column) for name, column in gains._asdict().items()},
         }
 
-    def _judge(self, minds: Minds, epoch: int, phase: Phase) -> Score:
+    def _judge(self, minds: Minds, epoch: int, phase: Phase) -> Any:
         epochs = jnp.full(len(self.experiments), epoch)
-        score: Score = _judge(self._engine, self.method, phase, self._setup, self._seeds, minds, epochs)
-        return score
+        return _judge(self._engine, self.method, phase, self._setup, self._seeds, minds, epochs)
 
 
 def read_experiments(path: Path) -> list[Experiment]:
@@ -329,12 +337,11 @@ def _judge(
     seeds: jax.Array,
     minds: Minds,
     epochs: jax.Array,
-) -> Score:
-    def one(setup: Setup, seed: jax.Array, minds: Minds, epoch: jax.Array) -> Score:
+) -> Any:
+    def one(setup: Setup, seed: jax.Array, minds: Minds, epoch: jax.Array) -> Any:
         return exam(setup, method, minds, exam_key(seed, epoch), phase)
 
-    score: Score = engine.each_run(one)(setup, seeds, minds, epochs)
-    return score
+    return engine.each_run(one)(setup, seeds, minds, epochs)
 
 
 @jax.jit
@@ -377,7 +384,7 @@ def _revived(template: Any, tree: Any) -> Any:
 
     def revive(wanted: Any, leaf: np.ndarray) -> Any:
         if _is_key(wanted):
-            return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(wanted))
+            return jax.random.wrap_key_data(jnp.asarray(leaf))
         return leaf
 
     state: Progress = jax.tree.map(revive, template, tree)

@@ -88,7 +88,8 @@ class Forms:
             return jax.ShapeDtypeStruct(shape, dtype)
 
         def vectors(count: int) -> Any:
-            return jax.eval_shape(lambda q, k: protocol.release(q, k, Noise()), array(count, actions), key)
+            draw = array(count, actions + 1)
+            return jax.eval_shape(lambda q, d: protocol.release(q, d, Noise()), array(count, actions), draw)
 
         if call in ("begin", "act"):
             count = self._episodes

@@ -3,7 +3,9 @@
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
+from ..errors import require
 from .networks import Views
 from .protocol import Phase
 
@@ -16,6 +18,15 @@ class Outcome(NamedTuple):
     success: jax.Array  # whether it ended well
 
 
+class Played(NamedTuple):
+    """Of E episodes from their start to their end, [E] each."""
+
+    optimal: jax.Array  # steps of the best player
+    steps: jax.Array
+    reward: jax.Array  # their sum
+    success: jax.Array
+
+
 class World(Protocol):
     """Pure functions over a state of E episodes side by side; a pytree, so that programs can take it as argument."""
 
@@ -26,12 +37,17 @@ class World(Protocol):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each party's view."""
+        """Shape of what each party's network sees, as `Network.init` takes it."""
         ...
 
     @property
     def limit(self) -> int:
         """Steps after which every episode has ended."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Environment steps of an epoch, unless a run says otherwise."""
         ...
 
     def fresh(self, key: jax.Array, episodes: int) -> Any:
@@ -51,7 +67,11 @@ class World(Protocol):
         ...
 
     def look(self, state: Any) -> Views:
-        """What each party sees, [E, *shape]."""
+        """What each party remembers of what it sees now, [E, ...]."""
+        ...
+
+    def read(self, places: tuple[int, ...], views: Views) -> Any:
+        """What the networks of the parties at `places` see of what these remember, [B, ...]."""
         ...
 
     def expert(self, state: Any) -> jax.Array:
@@ -61,6 +81,27 @@ class World(Protocol):
     def optimal(self, state: Any) -> jax.Array:
         """Steps [E] that the best player needs from the start; 0 for an episode of an exam that does not count."""
         ...
+
+    def score(self, state: Any, played: Played) -> Any:
+        """Of an exam: a named tuple of numbers, of which the first chooses the model in validation."""
+        ...
+
+
+class Score(NamedTuple):
+    """Of episodes that have an end to reach."""
+
+    success: Any  # share of episodes that ended well
+    detour: Any  # trajectory difference: |steps - optimal steps| / optimal steps, summed over successful episodes
+    reward: Any  # mean sum of an episode
+
+
+def journeys(played: Played) -> Score:
+    """How many arrived, and by which way; an episode with 0 optimal steps does not count."""
+    counted = played.optimal > 0
+    best = jnp.sum(jnp.where(played.success, played.optimal, 0))
+    detour = jnp.abs(jnp.sum(jnp.where(played.success, played.steps, 0)) - best) / best
+    number = jnp.sum(counted)
+    return Score(jnp.sum(played.success & counted) / number, detour, jnp.sum(played.reward) / number)
 
 
 class WorldSettings:
@@ -89,6 +130,10 @@ class Stage:
         if self.phase.trains:
             self.state = self.world.renew(self.state, outcome.ended)
         return outcome
+
+    def require(self, phase: Phase) -> None:
+        """Make sure that these are the episodes of `phase`."""
+        require(self.phase is phase, f"the stage is set for {self.phase.value}, not for {phase.value}")
 
     def view(self, parties: tuple[int, ...]) -> Views:
         """What these parties see now."""
