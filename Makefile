@@ -21,6 +21,7 @@ bench: setup
 	$(BIN)/python benchmarks/speed.py --torch .venv-bench/bin/python
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/server.py
+	$(BIN)/python benchmarks/parties.py
 
 setup: .venv/ready
 

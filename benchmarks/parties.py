@@ -41,7 +41,7 @@ def main() -> None:
             peers = []
             for place in range(1, options.parties):
                 address = f"127.0.0.1:{_free_port()}"
-                command = [sys.executable, "-m", "atoll.cli", "party", "serve", "--party", str(place), "--repeatable"]
+                command = [sys.executable, "-m", "atoll.cli", "party", "serve", "--party", str(place)]
                 processes.append(subprocess.Popen([*command, "--listen", address], cwd=root, stderr=subprocess.DEVNULL))
                 peers.append(RemotePeer(place, address, root / "certs" / "lead"))
             measure(experiment, peers, root, options.steps, options.repeats)

@@ -22,21 +22,20 @@ import grpc
 from test_vertical import Signals
 
 from atoll.cli import main
-from atoll.deploy import _free_port, make_party_certs
+from atoll.deploy import make_party_certs
 from atoll.errors import AtollError, Refused
-from atoll.vertical import trials, wire
-from atoll.vertical.gridworld import GridWorld
+from atoll.vertical import training, trials, wire
 from atoll.vertical.leading import RemoteTraining, Terms
 from atoll.vertical.networks import DenseNetwork
 from atoll.vertical.parties import Learning
 from atoll.vertical.protocol import Phase
 from atoll.vertical.remote import RemotePeer, refusal
 from atoll.vertical.service import Service, serve
-from atoll.vertical.training import Training
-from atoll.vertical.trials import Experiment, Trials
+from atoll.vertical.training import METHODS, Minds, Training, exam_key
+from atoll.vertical.trials import Experiment
 
 HEAD = Experiment(
-    Signals(3),
+    Signals(3, exams=20),
     "frl",
     Learning(batch=8, replay=64, slow=3),
     DenseNetwork(8),
@@ -44,19 +43,21 @@ HEAD = Experiment(
     seed=7,
 )
 GRADIENT = dataclasses.replace(HEAD, world=Signals(2), learning=dataclasses.replace(HEAD.learning, exchange="gradient"))
-STEPS = 4 + 2 * 6
 Tamper = Callable[[tuple[str, ...], tuple[Any, ...]], tuple[Any, ...]]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_random_numbers() -> Iterator[None]:
-    """As in test_vertical, but for the threads of a server too."""
-    before = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    """Most of the time here is compilation; as in test_vertical, but for the threads of a server too."""
+    quick = {"jax_default_prng_impl": "unsafe_rbg", "jax_disable_most_optimizations": True}
+    before = {name: jax.config.values[name] for name in quick}
+    for name, value in quick.items():
+        jax.config.update(name, value)
     trials.KINDS["signals"] = Signals
     yield
     del trials.KINDS["signals"]
-    jax.config.update("jax_default_prng_impl", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ class Machines:
     def __init__(self, experiment: Experiment, folder: Path, certs: Path) -> None:
         self.experiment, self.folder, self.certs = experiment, folder, certs
         self.said: list[str] = []
-        count = experiment.world.parties - 1  # type: ignore[attr-defined]
+        count = len(experiment.world.build().shapes) - 1
         self.ports = [0] * count
         self.parties: list[Party] = []
         self.servers: list[Any] = []
@@ -123,7 +124,8 @@ class Machines:
 
     def lead(self, every: int = 5, wait: float = 60.0) -> RemoteTraining:
         peers = [RemotePeer(i + 1, f"127.0.0.1:{p}", self.certs / "ours" / "lead") for i, p in enumerate(self.ports)]
-        return RemoteTraining("ab", self.experiment, peers, self.folder / "lead", Terms(every, wait), self.said.append)
+        terms = Terms(every, wait, secret=False)
+        return RemoteTraining("ab", self.experiment, peers, self.folder / "lead", terms, self.said.append)
 
     def close(self) -> None:
         for i in range(len(self.servers)):
@@ -137,10 +139,10 @@ def machines(tmp_path: Path, certs: Path) -> Iterator[Machines]:
     found.close()
 
 
-@pytest.fixture(scope="module", params=[HEAD, GRADIENT], ids=["head", "gradient"])
-def whole(request: Any, tmp_path_factory: pytest.TempPathFactory, certs: Path) -> Iterator[tuple[Any, ...]]:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, certs: Path) -> Iterator[tuple[Machines, RemoteTraining, Any]]:
     """A run that nothing happened to."""
-    found = Machines(request.param, tmp_path_factory.mktemp("whole"), certs)
+    found = Machines(HEAD, tmp_path_factory.mktemp("whole"), certs)
     lead = found.lead()
     scores = lead.run()
     yield found, lead, scores
@@ -159,86 +161,87 @@ def _everything(lead: RemoteTraining, machines: Machines) -> list[np.ndarray]:
 
 
 def test_parties_elsewhere_compute_what_one_program_computes(whole: Any) -> None:
-    machines, lead, scores = whole
-    together = Trials([machines.experiment])
-    together.advance()
-    (result,) = together.results()
-    assert scores is not None
-    np.testing.assert_allclose(scores, (result.quiet, result.noised), rtol=1e-4)
-    for mine, theirs in zip(lead.history, together.history, strict=True):
-        assert mine["validation"] == pytest.approx(theirs["validation"])
-        assert mine["training"] == pytest.approx(theirs["training"], rel=1e-4)
-    assert together.state is not None
-    run = jax.tree.map(lambda x: x[0], together.state.run)
-    kept = jax.tree.map(lambda x: x[0], together.state.kept)
-    wanted = (run.lead, run.peers, run.stage, run.seen, [(minds.lead, minds.head) for minds in kept])
+    machines, lead, (_, noised) = whole
+    setup, method = HEAD.setup(), METHODS["frl"]
+    run = jax.jit(training.begin, static_argnums=(1, 3))(setup, method, HEAD.seed, 2)
+    advance = jax.jit(training.advance, static_argnums=(1, 3, 4))
+    run, _ = advance(setup, method, run, 4, 0)
+    curve = []
+    for _ in range(2):
+        run, gains = advance(setup, method, run, 6, 2)
+        curve.append(gains)
     peers = tuple(party.party.state for party in machines.parties)
-    got = (lead.lead.state, peers, lead.lead.stage.state, lead.seen, lead._kept)
-    for a, b in zip(_arrays(wanted), _arrays(got), strict=True):
+    got = training.Run(lead.lead.state, peers, lead.lead.stage.state, lead.seen)
+    for a, b in zip(_arrays(run), _arrays(got), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    figures = [(row["training"]["reward"], row["training"]["loss"]) for row in lead.history]
+    np.testing.assert_allclose(figures, np.asarray(curve), rtol=1e-4)
+    nets = tuple(party._kept[Phase.VALIDATE_NOISED] for party in machines.parties)
+    exam = jax.jit(training.exam, static_argnums=(1, 4))
+    wanted = exam(setup, method, Minds(*lead._kept[1], nets), exam_key(HEAD.seed, 0), Phase.TEST_NOISED)
+    np.testing.assert_allclose(noised, wanted, rtol=1e-5)
 
 
-def test_no_byte_on_the_wire_is_private(whole: Any) -> None:
-    machines, lead, _ = whole
+def _check_wire(machines: Machines, lead: RemoteTraining) -> None:
+    """Nothing private is in the bytes that went to and fro, neither as numbers nor as bytes."""
     raw = b"".join(data for party in machines.parties for data in party.log)
     frames = [data for party in machines.parties for data in party.log if data.startswith(b"FRL")]
-    assert len(frames) > 2 * STEPS
-    forms = wire.Forms(machines.experiment.setup(), 2)
-    told, targets = [], []
+    forms = wire.Forms(machines.experiment.setup(), machines.experiment.training.parallel)
+    told, targets = [], [np.zeros(0, np.float32)]
     for i, data in enumerate(frames):
         start, content = wire.opened(data)
         form = forms.answer if i % 2 else forms.question
         messages = wire.read(content, start.calls, [form(call, start.phase) for call in start.calls])
-        told += [np.ravel(leaf) for leaf in jax.tree.leaves(messages)]
+        told += [np.ravel(leaf).astype(np.float32) for leaf in jax.tree.leaves(messages)]
         targets += [m.target.array for c, m in zip(start.calls, messages, strict=True) if c == "learn" and not i % 2]
-    values = np.unique(np.concatenate(told).astype(np.float32))
-    ends = np.unique(np.concatenate(targets)) if targets else np.zeros(0, np.float32)
+    values, ends = np.unique(np.concatenate(told)), np.unique(np.concatenate(targets))
     assert (len(ends) > 0) == (machines.experiment.learning.exchange == "head")
     state = lead.lead.state
     used = int(state.memory.block)
     rewards, ended = np.asarray(state.rewards.reward)[:used], np.asarray(state.rewards.ended)[:used]
-    private = {
-        "reward": rewards[~ended],  # Y = r at an episode's end: the method says that much, and only that
-        "lead's view": np.asarray(state.memory.views[0])[:used],
-    }
-    nets = {"lead": (state.net, state.slow[0], state.moments[0].mu[0])}
-    for party in machines.parties:
-        own = party.party.state
-        private[f"{party.name}'s view"] = np.asarray(own.memory.views[0])[:used]
-        nets[party.name] = (own.net, own.slow, own.moments[0].mu[0])
-    for owner, parameters in nets.items():
-        private |= {f"{owner} {i}": w for i, w in enumerate(_arrays(parameters)) if w.ndim == 2}
+    states = {"lead": state} | {party.name: party.party.state for party in machines.parties if party.party}
+    private = {"reward": rewards[~ended]}  # Y = r at an episode's end: the method says that much, and only that
+    for name, own in states.items():
+        slow = own.slow[0] if name == "lead" else own.slow
+        nets = (own.net, slow, own.moments[0].mu[0], own.moments[0].nu[0])
+        private |= {f"{name}'s weights {i}": w for i, w in enumerate(_arrays(nets)) if w.ndim == 2}
+        views = np.asarray(own.memory.views[0])[:used]
+        if views.dtype == np.int8:  # 0 and 1 are in every message; a whole view is in none
+            flat = views.reshape(-1, views[0, 0].size)
+            flat = flat[flat.sum(1) > flat.shape[1] // 2]
+            assert len(flat) > 2
+            assert not any(view.tobytes() in raw or view.astype("<f4").tobytes() in raw for view in flat)
+        else:
+            private[f"{name}'s views"] = views
     for name, array in private.items():
         numbers = np.unique(np.asarray(array, np.float32))
-        numbers = numbers[numbers != 0]
-        assert len(numbers) > 5
+        numbers = numbers[np.abs(numbers) > 1e-12]
+        assert len(numbers) > 5, name
+        if machines.experiment is GRADIENT and name == "reward":
+            numbers = numbers[numbers % 1 != 0]  # a grid's rewards are often whole numbers, and so are actions
         assert not np.isin(numbers, values).any(), name
-        for number in numbers[:200]:  # whatever the frames' structure, also as halves, doubles and text
-            assert number.astype("<f4").tobytes() not in raw, name
-            assert number.astype("<f8").tobytes() not in raw, name
+        for number in numbers[:300]:
+            assert not any(number.astype(kind).tobytes() in raw for kind in ("<f4", ">f4", "<f8")), name
             assert repr(float(number)).encode() not in raw, name
-    others = np.setdiff1d(values, ends)
-    assert not np.isin(rewards[rewards != 0], others).any()
-    assert raw.count(values[len(values) // 2].tobytes()) > 0  # bytes would be found if they were there
+    fractions = rewards[rewards % 1 != 0]
+    assert not np.isin(fractions, np.setdiff1d(values, ends)).any()
+    assert values[values % 1 != 0][0].astype("<f4").tobytes() in raw  # what is told would be found
 
 
-def test_a_view_of_bytes_is_not_on_the_wire(tmp_path: Path) -> None:
-    """A grid's views are int8: a row of them would be a pattern of 0 and 1 that no message has."""
-    world = GridWorld(maps="generated", counts=(8, 2, 2)).build()
-    forms = wire.Forms(Experiment(GridWorld(maps="generated", counts=(8, 2, 2))).setup(), 4)
-    leaves = jax.tree.leaves(
-        [
-            form(call, phase)
-            for form in (forms.question, forms.answer)
-            for phase in Phase
-            for call in ("begin", "act", "values", "learn", "correct", "save", "keep")
-        ]
-    )
-    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32), np.dtype(np.int32)}
-    assert all(leaf.shape[1:] != shape for leaf in leaves for shape in world.shapes)
+def test_no_byte_on_the_wire_is_private(whole: Any) -> None:
+    _check_wire(*whole[:2])
 
 
-@pytest.mark.parametrize("whole", [HEAD], indirect=True, ids=["head"])
+def test_nor_is_one_in_the_other_exchange(tmp_path: Path, certs: Path) -> None:
+    machines = Machines(GRADIENT, tmp_path, certs)
+    lead = machines.lead()
+    lead.join()
+    for _ in range(16):
+        lead._advance(None, threading.Event())
+    _check_wire(machines, lead)
+    machines.close()
+
+
 def test_a_party_or_a_lead_that_comes_back_changes_no_number(whole: Any, machines: Machines) -> None:
     lead = machines.lead()
     ends = iter([7, 13])  # joint steps after which party 2 dies, with what it has on its disk
@@ -360,7 +363,7 @@ def test_a_party_answers_only_what_fits(machines: Machines) -> None:
     lead.join()
     peer = lead._peers[0]
     with pytest.raises(AtollError, match=r"party-1 at .* refuses: the phase 'test' has not begun"):
-        peer.send(Phase.TEST, ("act", np.zeros(200, np.int32))).answers()
+        peer.send(Phase.TEST, ("act", np.zeros(20, np.int32))).answers()
     lead.join()
     peer._turn = 8
     with pytest.raises(AtollError, match=r"refuses: its turn is 9, expected"):
@@ -409,48 +412,43 @@ def test_words_that_cannot_work_are_named(tmp_path: Path, capsys: pytest.Capture
     assert all((tmp_path / path).stat().st_mode & 0o077 == 0 for path in secret)
 
 
-def test_a_killed_process_rejoins(tmp_path: Path, certs: Path) -> None:
-    """A party as a process of its own, killed twice; its lead ends with the numbers of a run without faults."""
-    world = GridWorld(maps="generated", counts=(8, 2, 2), history=1)
-    budget = Training(epochs=1, epoch=24, parallel=2, warmup=4)
-    experiment = Experiment(world, "frl", Learning(batch=4, replay=64), DenseNetwork(8), budget)
-    port = _free_port()
-    command = [sys.executable, "-m", "atoll.cli", "party", "serve", "--party", "1", "--repeatable"]
-    command += ["--listen", f"127.0.0.1:{port}", "--certs", str(certs / "ours" / "party-1")]
-    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg"}
+def test_a_killed_process_rejoins(whole: Any, machines: Machines, tmp_path: Path, certs: Path) -> None:
+    """Party 2 as a process of its own, killed twice; all numbers are those of the run without faults."""
+    machines.end(1)
+    start = "import jax; from test_parties import Signals, main, trials; trials.KINDS['signals'] = Signals; "
+    start += "jax.config.update('jax_disable_most_optimizations', True); main()"
+    command = [sys.executable, "-c", start, "party", "serve", "--party", "2", "--repeatable"]
+    command += ["--listen", f"127.0.0.1:{machines.ports[1]}", "--certs", str(certs / "ours" / "party-2")]
+    paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg", "PYTHONPATH": paths}
     running: list[subprocess.Popen[bytes]] = []
 
-    def start() -> None:
-        running.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL))
+    def begin() -> None:
+        running.append(subprocess.Popen(command, cwd=tmp_path, env=environment))
 
-    def lead(run: str, say: Callable[[str], None]) -> RemoteTraining:
-        peer = RemotePeer(1, f"127.0.0.1:{port}", certs / "ours" / "lead")
-        return RemoteTraining(run, experiment, [peer], tmp_path / run, Terms(every=3, wait=120.0), say)
+    lead = machines.lead(wait=300.0)
+    step, kills = lead._advance, [7, 13]
 
+    def advance(*arguments: Any) -> None:
+        step(*arguments)
+        if kills and lead.step == kills[0]:
+            kills.pop(0)
+            running[-1].send_signal(signal.SIGKILL)
+            running[-1].wait()
+            begin()
+
+    lead._advance = advance  # type: ignore[method-assign]
     try:
-        start()
-        calm = lead("ca", print)
-        calm.run()
-        said: list[str] = []
-        faulty = lead("fa", said.append)
-        step, kills = faulty._advance, [5, 11]
-
-        def advance(*arguments: Any) -> None:
-            step(*arguments)
-            if kills and faulty.step == kills[0]:
-                kills.pop(0)
-                running[-1].send_signal(signal.SIGKILL)
-                running[-1].wait()
-                start()
-
-        faulty._advance = advance  # type: ignore[method-assign]
-        scores = faulty.run()
+        begin()
+        scores = lead.run()
     finally:
         for process in running:
             process.kill()
             process.wait()
-    assert scores is not None
-    assert [line for line in said if "going on" in line] == [f"going on after joint step {n}" for n in (3, 9)]
-    for a, b in zip(_arrays(faulty._held()), _arrays(calm._held()), strict=True):
+    assert scores == whole[2]
+    assert [line for line in machines.said if line.startswith("going on")] == [
+        f"going on after joint step {step}" for step in (5, 10)
+    ]
+    for a, b in zip(_arrays(lead._held()), _arrays(whole[1]._held()), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert json.loads((tmp_path / "party-1" / "fa" / "greeting.json").read_text())["run"] == "fa"
+    assert json.loads((tmp_path / "party-2" / "ab" / "greeting.json").read_text())["place"] == 2

@@ -16,6 +16,7 @@ from .protocol import Correction, Joint, Lesson, Noised, Phase, Records, Slope, 
 from .training import (
     METHODS,
     Setup,
+    active_key,
     exam_active,
     exam_peer,
     new_active,
@@ -29,6 +30,7 @@ _FRL = METHODS["frl"]
 
 
 Program = Callable[..., Any]
+_LIKE = {Phase.TEST: Phase.VALIDATE, Phase.TEST_NOISED: Phase.VALIDATE_NOISED}  # whose programs are the same
 
 
 class _Hosted:
@@ -41,7 +43,7 @@ class _Hosted:
     def run(self, program: Program, *arguments: Any, **static: Any) -> Any:
         """`program(party, ...)` as one compiled program; `static` must be hashable."""
         held = (self.state, self.stage.state)
-        how = (self.place, self.stage.phase, program, tuple(static.items()))
+        how = (self.place, _LIKE.get(self.stage.phase, self.stage.phase), program, tuple(static.items()))
         held, answer = _run(self.setup, how, held, arguments)
         self.state, self.stage.state = held
         return answer
@@ -198,8 +200,9 @@ def host_passive(
     return HostedPassive(setup, place, state, Stage(setup.world, stage))
 
 
-def host_lead(setup: Setup, seed: int, episodes: int = 1) -> HostedLead:
-    """The active party of FRL before its first step."""
-    make = jax.jit(lambda: (new_active(setup, _FRL, seed, episodes), new_stage(setup.world, seed, episodes).state))
+def host_lead(setup: Setup, seed: int, episodes: int = 1, secret: jax.Array | None = None) -> HostedLead:
+    """The active party of FRL before its first step; `secret` as for `host_passive`."""
+    key = active_key(seed) if secret is None else secret
+    make = jax.jit(lambda: (new_active(setup, _FRL, key, episodes), new_stage(setup.world, seed, episodes).state))
     state, stage = make()
     return HostedLead(setup, 0, state, Stage(setup.world, stage))

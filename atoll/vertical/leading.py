@@ -26,8 +26,8 @@ from .hosted import HostedLead, host_lead
 from .networks import Head
 from .parties import Lead
 from .protocol import Correction, Joint, Noised, Phase, Records, Values
-from .remote import Gone, Pending, RemotePeer
-from .service import fingerprint
+from .remote import Gone, RemotePeer, ask_all
+from .service import fingerprint, secret_key
 from .training import Tally, exam_key
 from .trials import Experiment, Record, Watcher
 
@@ -84,8 +84,8 @@ def remote_step(
     train = Phase.TRAIN
     action, reward, rows = lead.run(_open, seen, draws=updates > 0)
     if not updates:
-        return _gather([peer.send(train, ("act", action)) for peer in peers]), float(reward)
-    answers = _gather([peer.send(train, ("values", rows)) for peer in peers])
+        return _each(peers, train, "act", action), float(reward)
+    answers = _each(peers, train, "values", rows)
     for left in reversed(range(updates)):
         now = tuple(answer.now for answer in answers)
         told, following = lead.run(_update, rows, answers, draws=left > 0)
@@ -96,23 +96,23 @@ def remote_step(
             for peer in peers:
                 lesson = ("learn", protocol.lesson(peer.place, rows, y, first, now, head))
                 if peer is peers[-1]:
-                    head, answer = peer.send(train, lesson, then).answers()
+                    head, answer = peer.ask(train, lesson, then)
                 else:
-                    (head,) = peer.send(train, lesson).answers()
+                    (head,) = peer.ask(train, lesson)
                     asked.append(peer.send(train, then))
-            answers = (*_gather(asked), answer)
+            answers = (*(pending.answers()[0] for pending in asked), answer)
             lead.run(_adopt, head)
         else:
-            wanted = zip(peers, told, strict=True)
-            asked = [peer.send(train, ("correct", Correction(rows, slope)), then) for peer, slope in wanted]
-            answers = _gather(asked)
+            corrections = [("correct", Correction(rows, slope)) for slope in told]
+            both = ask_all(train, [(peer, (one, then)) for peer, one in zip(peers, corrections, strict=True)])
+            answers = tuple(answer for _, answer in both)
         rows = following
     return answers, float(reward)
 
 
-def _gather(asked: Sequence[Pending]) -> tuple[Any, ...]:
-    """The last answer of each."""
-    return tuple(pending.answers()[-1] for pending in asked)
+def _each(peers: Sequence[RemotePeer], phase: Phase, call: str, message: Any) -> tuple[Any, ...]:
+    """What each party answers to the same."""
+    return tuple(answer for (answer,) in ask_all(phase, [(peer, ((call, message),)) for peer in peers]))
 
 
 class Terms(NamedTuple):
@@ -120,6 +120,7 @@ class Terms(NamedTuple):
 
     every: int = 200  # joint steps between checkpoints
     wait: float = 600.0  # seconds to wait for a party that is not there
+    secret: bool = True  # draw the lead's first weights and its noise from a key that nobody knows, not from the seed
 
 
 _EXAMS = (Phase.VALIDATE, Phase.VALIDATE_NOISED)
@@ -227,7 +228,7 @@ class RemoteTraining:
             success = self._exam(phase, self.epoch)[0]
             row.append(success)
             if success > self._best[i]:
-                _gather_none([peer.send(phase, ("keep", np.int32(self.epoch))) for peer in self._peers])
+                _each(self._peers, phase, "keep", np.int32(self.epoch))
                 self._kept[i] = _copy((self.lead.state.net, self.lead.state.head))
                 self._best[i], better = success, True
         self._idle = np.asarray(0 if better else self._idle + 1)
@@ -242,12 +243,12 @@ class RemoteTraining:
         optimal = self._world.optimal(lead.stage.state)
         tally = Tally.blank(optimal)
         lead.begin(phase)
-        seen = _gather([peer.send(phase, ("begin", np.int32(epoch))) for peer in self._peers])
+        seen = _each(self._peers, phase, "begin", np.int32(epoch))
         for _ in range(self._world.limit):
             action = lead.run(_answer_exam, seen)
             asked = [peer.send(phase, ("act", action)) for peer in self._peers]
             tally = lead.run(_move_exam, action, tally)
-            seen = _gather(asked)
+            seen = tuple(pending.answers()[0] for pending in asked)
             if not np.any(tally.alive):
                 break
         score = self._world.score(lead.stage.state, tally.played(optimal))
@@ -258,7 +259,7 @@ class RemoteTraining:
 
     def _save(self) -> None:
         """Let all parties keep this step, then keep it here: what the lead has, all have."""
-        _gather_none([peer.send(Phase.TRAIN, ("save", np.int32(self.step))) for peer in self._peers])
+        _each(self._peers, Phase.TRAIN, "save", np.int32(self.step))
         self._files.save(self.step, self._held())
 
     def join(self, stop: threading.Event | None = None) -> None:
@@ -282,7 +283,7 @@ class RemoteTraining:
         if step < 0:
             self._new()
             self.lead.begin(Phase.TRAIN)
-            self.seen = _gather([peer.send(Phase.TRAIN, ("begin", np.int32(0))) for peer in self._peers])
+            self.seen = _each(self._peers, Phase.TRAIN, "begin", np.int32(0))
             self._save()
             return
         self._put(step, self._files.load(step, self._held()))
@@ -309,7 +310,8 @@ class RemoteTraining:
     def _new(self) -> None:
         """Nothing learned yet."""
         self.step = 0
-        self.lead = host_lead(self._setup, self._seed, self._training.parallel)
+        secret = secret_key() if self._terms.secret else None
+        self.lead = host_lead(self._setup, self._seed, self._training.parallel, secret)
         self.seen = tuple(
             jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), self._forms.answer("begin", Phase.TRAIN))
             for _ in self._peers
@@ -332,11 +334,6 @@ class RemoteTraining:
 
 def _best_in(phase: Phase) -> Phase:
     return Phase.VALIDATE_NOISED if phase.noised else Phase.VALIDATE
-
-
-def _gather_none(asked: Sequence[Pending]) -> None:
-    for pending in asked:
-        pending.answers()
 
 
 def _copy(tree: Any) -> Any:

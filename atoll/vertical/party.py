@@ -39,7 +39,7 @@ class ServeOptions:
     party_dir: Path | None = None
     """what the party keeps for itself (default: party-N)"""
     repeatable: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """first weights and noise from the run's seed, as in `atoll run`: the lead, who knows it, can take the noise off"""
+    """first weights and noise from the run's seed, as in `atoll run`: others, who know it, can take the noise off"""
     least_noise: float = 0.0
     """refuse runs whose noise has a smaller deviation"""
 
@@ -55,6 +55,8 @@ class LeadOptions:
     """the lead's folder that `atoll certs` made"""
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """neither encryption nor certificates, for parties started the same way"""
+    repeatable: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """first weights, exploration and noise from the run's seed, as in `atoll run`: parties are told the seed"""
     wait: float = 600.0
     """seconds to wait for a party that is not there, or has to be repaired"""
     checkpoint_every: int = 200
@@ -119,7 +121,7 @@ def _lead(arguments: list[str]) -> int:
         run = _prepare(directory, experiment)
         keep_compiled(directory)
         peers = [RemotePeer(place, address, certs) for place, address in enumerate(options.parties, 1)]
-        terms = Terms(options.checkpoint_every, options.wait)
+        terms = Terms(options.checkpoint_every, options.wait, not options.repeatable)
         training = RemoteTraining(run, experiment, peers, directory / "checkpoints", terms, _say)
         _say(f"{directory}: {describe(experiment)}, {len(peers) + 1} parties")
         try:

@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Pending:
 
     def answers(self) -> list[Any]:
         """They, checked."""
-        return self._peer.received(self._start, self._call)
+        return self._peer.received(self._start, self._call.result)
 
 
 class RemotePeer:
@@ -78,18 +79,26 @@ class RemotePeer:
         self._turn, self._session = 0, self._note("start", {"session": int}, run=run, step=step)["session"]
 
     def send(self, phase: Phase, *calls: tuple[str, Any]) -> Pending:
-        """Ask for one thing, or several in one frame."""
-        self._turn += 1
-        start = wire.Start(self._session, self._turn, phase, tuple(name for name, _ in calls))
-        data = wire.frame(start, [message for _, message in calls])
+        """Ask for one thing, or several in one frame, without waiting for the answers."""
+        start, data = self._frame(phase, calls)
         return Pending(self, start, self._calls["turn"].future(data, timeout=_ANSWER))
 
-    def received(self, start: wire.Start, call: Any) -> list[Any]:
-        """The answers to a frame."""
+    def ask(self, phase: Phase, *calls: tuple[str, Any]) -> list[Any]:
+        """The answers to one thing, or several in one frame; a little faster than to send and then to wait."""
+        start, data = self._frame(phase, calls)
+        return self.received(start, lambda: self._calls["turn"](data, timeout=_ANSWER))
+
+    def _frame(self, phase: Phase, calls: tuple[tuple[str, Any], ...]) -> tuple[wire.Start, bytes]:
+        self._turn += 1
+        start = wire.Start(self._session, self._turn, phase, tuple(name for name, _ in calls))
+        return start, wire.frame(start, [message for _, message in calls])
+
+    def received(self, start: wire.Start, answer: Callable[[], bytes]) -> list[Any]:
+        """The answers to a frame, checked."""
         import grpc
 
         try:
-            data = call.result()
+            data = answer()
         except grpc.RpcError as error:
             raise self._failed(error) from None
         try:
@@ -130,6 +139,14 @@ class RemotePeer:
             if why:
                 return AtollError(f"{where} {why}")
         return Gone(self.name, f"at {self.address} does not answer ({code.name.lower().replace('_', ' ')})")
+
+
+def ask_all(phase: Phase, questions: Sequence[tuple[RemotePeer, tuple[tuple[str, Any], ...]]]) -> list[list[Any]]:
+    """Ask parties at the same time; the answers of each."""
+    *others, (last, calls) = questions
+    pending = [peer.send(phase, *calls) for peer, calls in others]
+    answers = last.ask(phase, *calls)
+    return [*(one.answers() for one in pending), answers]
 
 
 def refusal(address: str, name: str, certs: Path) -> str:

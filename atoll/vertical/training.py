@@ -118,7 +118,7 @@ def prepared(method: Method, learning: Learning) -> Learning:
 def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> Run:
     """A run before its first step."""
     stage = new_stage(setup.world, seed, episodes)
-    lead = new_active(setup, method, seed, episodes)
+    lead = new_active(setup, method, active_key(seed), episodes)
     places = _places(method, setup.world)
     peers = tuple(new_peer(setup, peer_key(seed, place), place, episodes) for place in places)
     cast = _cast(setup, method, Run(lead, peers, stage.state, ()), stage)
@@ -130,12 +130,17 @@ def new_stage(world: World, seed: jax.Array | int, episodes: int) -> Stage:
     return Stage(world, world.fresh(draw_key(seed, 0), episodes))
 
 
-def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> ActiveState:
-    """The leading party of a seed."""
+def active_key(seed: jax.Array | int) -> jax.Array:
+    """What the leading party draws from."""
+    return draw_key(seed, 1)
+
+
+def new_active(setup: Setup, method: Method, key: jax.Array, episodes: int) -> ActiveState:
+    """The leading party."""
     world, views = setup.world, _views(method, setup.world)
     parties = 1 + len(_places(method, world))
     shapes, kept = tuple(world.shapes[i] for i in views), tuple(_kept(world)[i] for i in views)
-    return new_lead(draw_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, kept, episodes)
+    return new_lead(key, setup.learning, setup.network, shapes, world.actions, parties, kept, episodes)
 
 
 def peer_key(seed: jax.Array | int, place: int) -> jax.Array:
