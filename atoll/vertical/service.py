@@ -172,7 +172,7 @@ class Service:
             )
         if not 0 < self._place < len(setup.world.shapes):
             raise Refused(f"its world has {len(setup.world.shapes)} views, none for {self.name}")
-        self.say(f"{self.name}: asked to take part in {experiment.world}, seed {experiment.seed}, with {noise}")
+        self.say(f"{self.name}: asked to take part in {experiment.world.describe()}, with {noise}")
         self._setup, self._experiment = setup, experiment
         self._forms = wire.Forms(setup, experiment.training.parallel)
         self._files = Checkpoints(self._folder / greeting["run"])
