@@ -46,7 +46,7 @@ from .terminal import (
     stage_tracker,
 )
 from .version import __version__
-from .vertical.commands import is_vertical, resume_vertical, run_vertical
+from .vertical.commands import film_vertical, is_vertical, resume_vertical, run_vertical
 from .vertical.party import party_command
 
 T = TypeVar("T")
@@ -282,6 +282,8 @@ def film_command(arguments: list[str]) -> int:
     from .report.film import film
 
     directory, rest = positional(arguments, "a run's directory")
+    if is_vertical(directory):
+        return film_vertical(directory, rest)
     out, rest = option(rest, "--out")
     steps, rest = option(rest, "--steps")
     if rest:

@@ -1,8 +1,20 @@
 """Tests run on two CPU devices, so that sharding is exercised everywhere, and on the same examples every time."""
 
+from collections.abc import Iterator
+
 import jax
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 jax.config.update("jax_num_cpu_devices", 2)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For tests whose time is compilation: fewer optimisations, and random numbers that compile fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.default_prng_impl("unsafe_rbg"):
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
+from atoll.cli import main
 from atoll.engines.local import LocalEngine
 from atoll.errors import AtollError
+from atoll.experiments.frl import Table1
+from atoll.recipes import VERTICAL, VerticalRecipe
 from atoll.runs import newest_checkpoint
 from atoll.vertical import Experiment, GridNetwork, GridWorld, Learning, Noise, Training, Trials
 
@@ -26,13 +29,7 @@ SMALL = Experiment(
     GridNetwork(2, 8),
     Training(epochs=4, epoch=20, warmup=8),
 )
-FAST = "unsafe_rbg"  # most of the time here is compilation, and most of that is of JAX's default random numbers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_random_numbers() -> Iterator[None]:
-    with jax.default_prng_impl(FAST):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def _config(folder: Path, experiment: Experiment) -> str:
@@ -54,9 +51,9 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_nothing_had_happened(tmp_path:
     long = dataclasses.replace(SMALL, training=dataclasses.replace(SMALL.training, epochs=5000, patience=5000))
     killed = tmp_path / "killed"
     words = ("run", _config(tmp_path, long), "--name", "killed", "--runs-dir", str(tmp_path))
-    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": FAST}
+    quick = {"JAX_DEFAULT_PRNG_IMPL": "unsafe_rbg", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "atoll.cli", *words], stderr=subprocess.DEVNULL, env=environment, text=True
+        [sys.executable, "-m", "atoll.cli", *words], stderr=subprocess.DEVNULL, env=os.environ | quick, text=True
     )
     try:
         while not (killed / "checkpoints" / "model-00000003.npz").exists():
@@ -89,16 +86,93 @@ def test_both_settings_are_one_program_and_each_gets_its_own_numbers() -> None:
     many = Trials([SMALL, published], engine=LocalEngine.of(jax.local_devices()[:1], vectorised=True))
     alone = Trials([published])
     with jax.default_prng_impl("threefry2x32"):  # the other one depends on what is drawn beside it
-        for trials in (many, alone):
-            trials.advance()
-        together, [single] = many.results(), alone.results()
-    for record, own in zip(many.history, alone.history, strict=True):
-        assert record["validation"]["noised"][1] == own["validation"]["noised"]
-        assert record["training"]["loss"][1] == pytest.approx(own["training"]["loss"], rel=1e-3)
-    assert together[1].quiet == pytest.approx(single.quiet, rel=1e-4)
-    assert together[0].quiet != together[1].quiet
+        both, own = many.train(), alone.train()
+    for column, single in zip(both, own, strict=True):
+        assert column[1] == pytest.approx(single[0], rel=1e-3)
+        assert column[0] != pytest.approx(single[0], rel=1e-3)
     different = dataclasses.replace(SMALL, method="dqn-full")
     with pytest.raises(AtollError, match="differ in method"):
         Trials([SMALL, different])
     with pytest.raises(AtollError, match="differ in more than numbers"):
         Trials([SMALL, dataclasses.replace(SMALL, network=GridNetwork(3, 8))])
+
+
+def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(VERTICAL, "frl/grid-8", VerticalRecipe("", SMALL))
+    item = Table1(methods=("random", "dqn-alpha"), epochs=2, seeds=2, together=3, out=tmp_path)
+    said: list[str] = []
+    assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
+    assert said[-1].startswith("8/8")
+    cells = sorted((item.folder / "cells").glob("*.json"))
+    assert len(cells) == 8
+    one = item.folder / "cells" / "8x8-as-published-dqn-alpha-seed1.json"
+    before = json.loads(one.read_text())
+    assert before["epochs"] == 2
+    assert len(before["curve"]) == 2
+    one.unlink()
+    said.clear()
+    assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
+    assert said[-1].startswith("8/8")
+    after = json.loads(one.read_text())
+    assert {**before, "seconds": 0} == {**after, "seconds": 0}  # alone as beside two others
+    text = item.table()
+    assert "| DQN-alpha |" in text
+    assert "*88.27*" in text
+    assert "FRL-1" not in text
+    assert (item.folder / "table1.png").exists()
+    longer = dataclasses.replace(item, epochs=3)
+    assert longer.reproduce(lambda *_: None)
+    assert json.loads(one.read_text())["epochs"] == 3
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    words = ["run", _config(folder, SMALL), "--method", "frl", "--epochs", "2", "--learning.noise.clip", "5"]
+    assert main([*words, "--runs-dir", str(folder), "--name", "done"]) == 0
+    return folder / "done"
+
+
+def test_a_run_ends_with_its_test(finished: Path) -> None:
+    assert len(json.loads((finished / "config.json").read_text())["experiments"]) == 1
+    *epochs, test = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [record["round"] for record in epochs] == [1, 2]
+    assert set(test["test"]) == {"quiet", "noised", "random"}
+    assert test["privacy"].startswith("no guarantee: a share of 0.5")
+    assert list(finished.glob("events.*"))
+
+
+def test_a_finished_run_is_named_and_can_train_on(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(finished)]) == 2
+    assert "finished at epoch 2; to train on, raise --epochs (now 2)" in capsys.readouterr().err
+    assert main(["report", str(finished)]) == 0
+    assert "| FRL-2: noise on every vector |" in capsys.readouterr().out
+    assert (finished / "curves.png").exists()
+
+
+def test_a_run_is_filmed(finished: Path) -> None:
+    assert main(["film", str(finished)]) == 0
+    with Image.open(finished / "film.gif") as film, Image.open(finished / "film.png") as picture:
+        assert film.size == picture.size
+        assert 2 <= film.n_frames <= 61
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "frl/grid-8", "--seed", "-1"], "seed is -1"),
+        (["run", "frl/grid-9"], "did you mean 'frl/grid-8'"),
+        (["run", "frl/grid-8", "--world.history", "-2"], "history is -2"),
+        (["compare", "frl/grid-8"], "frl/grid-8 is a vertical federation"),
+        (["sweep", "frl/grid-8", "--vary", "seed=1,2"], "frl/grid-8 is a vertical federation"),
+        (["reproduce", "frl/table1", "--sizes", "9"], "size is 9"),
+        (["reproduce", "frl/fig3", "--seeds", "0"], "seeds is 0"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1

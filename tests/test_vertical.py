@@ -2,7 +2,6 @@ import dataclasses
 import functools
 import os
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, NamedTuple, get_type_hints
 
 import jax
@@ -26,6 +25,7 @@ from atoll.vertical.world import Outcome, Played, Score, Stage, WorldSettings, j
 
 advance = jax.jit(training.advance, static_argnums=(1, 3, 4))
 begin = jax.jit(training.begin, static_argnums=(1, 3))
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 MOVES = [(-1, 0), (1, 0), (0, -1), (0, 1)]
 
 
@@ -234,13 +234,6 @@ def test_starts_are_apart_and_splits_are() -> None:
 # What crosses the boundary
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_random_numbers() -> Iterator[None]:
-    """Most of the time here is compilation, and most of that is of JAX's default random numbers."""
-    with jax.default_prng_impl("unsafe_rbg"):
-        yield
-
-
 def _talk(setup: Setup) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
     """Parties with their own copies of the world, recorded: 4 steps, then 16 more with two updates each."""
     log: list[protocol.Message] = []
@@ -254,7 +247,7 @@ def _talk(setup: Setup) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Messag
 
 
 @pytest.fixture(scope="module")
-def conversation() -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
+def conversation(quick_compilation: None) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
     return _talk(signals_setup(3))
 
 
@@ -303,7 +296,7 @@ def test_no_message_holds_what_is_private(conversation: Any) -> None:
     assert _known(rewards[~ended], targets) == 0  # Y = r only at an episode's end: the method says that much
 
 
-def test_nor_does_one_where_the_head_stays_with_the_lead() -> None:
+def test_nor_does_one_where_the_head_stays_with_the_lead(quick_compilation: None) -> None:
     lead, parties, _, log = _talk(signals_setup(2, exchange="gradient"))
     assert {message.call for message in log} == {"begin", "act", "values", "correct"}
     told = _told(log)
@@ -490,15 +483,18 @@ def test_imitation_learns_the_expert() -> None:
 
 
 def test_a_run_is_the_same_again_and_beside_others() -> None:
-    learning, budget = Learning(batch=8, replay=200), Training(epochs=2, epoch=60, parallel=2, updates=2)
-    (alone,), curve = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(5,))
-    (_, beside), curves = train(Signals(3), "frl", learning, budget, DenseNetwork(8), seeds=(4, 5))
-    for x, z in zip(jax.tree.leaves(alone.minds), jax.tree.leaves(beside.minds), strict=True):
-        np.testing.assert_array_equal(x, z)
-    assert alone.quiet == beside.quiet
-    for row, rows in zip(curve, curves, strict=True):
-        assert row["validation"]["noised"] == rows["validation"]["noised"][1]
-        assert row["training"]["loss"] == rows["training"]["loss"][1] != rows["training"]["loss"][0]
+    learning, budget = Learning(batch=8, replay=200), Training(epoch=60, parallel=2, updates=2)
+    four, five = (Experiment(Signals(), "frl", learning, DenseNetwork(8), budget, seed) for seed in (4, 5))
+    alone, beside = Trials([five]), Trials([four, five])
+    for trials in (alone, beside):
+        trials.train()
+    first, (_, second) = alone.begin().run.minds, ((row(beside.begin().run.minds, i)) for i in (0, 1))
+    for x, z in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(x[0], z)
+
+
+def row(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
 def test_training_stops_when_validation_stays_the_same() -> None:

@@ -24,4 +24,6 @@ EXPERIMENTS: dict[str, type[Any]] = {
     "feddrl/fig10": feddrl.Fig10,
     "frl/table1": frl.Table1,
     "frl/fig3": frl.Fig3,
+    "frl/table2": frl.Table2,
+    "frl/fig5": frl.Fig5,
 }

@@ -25,8 +25,9 @@ from ..machine import cores
 from ..recipes import VERTICAL
 from ..report.report import COLOURS
 from ..runs import write_atomically
-from ..vertical import Experiment, GridWorld, Training, Trials
+from ..vertical import Experiment, GridWorld, Trials
 from ..vertical.gridworld import SIZES, Setting
+from ..vertical.text2action import Selection
 from ..vertical.training import MethodName
 from ..vertical.trials import Record
 from .cells import Cell, Track, run_cells, verdict
@@ -61,15 +62,42 @@ CLAIMS = (
     ("FRL-1", "random"),
 )
 
-# The paper's Table 1: success (%), trajectory difference, reward, each for 8x8, 16x16, 32x32.
-PAPER: dict[str, tuple[tuple[float, ...], ...]] = {
-    "CNN-alpha": ((69.73, 48.04, 41.73), (4.036, 9.343, 11.313), ()),
-    "DQN-alpha": ((88.27, 76.20, 71.41), (0.378, 0.974, 2.046), (13.781, -112.084, -285.946)),
-    "FRL-1": ((92.52, 79.83, 77.88), (0.579, 1.513, 2.434), (18.152, -94.193, -226.583)),
-    "FRL-2": ((95.06, 84.31, 82.02), (0.581, 1.964, 2.868), (19.101, -84.139, -189.756)),
-    "CNN-full": ((72.16, 56.44, 50.15), (3.935, 8.020, 9.277), ()),
-    "DQN-full": ((93.69, 83.40, 79.73), (0.241, 1.348, 2.568), (31.286, -38.114, -52.72)),
-}
+# The paper's Tables 1 and 2 by world: for each row success or F1 (%), trajectory difference (of grids), reward.
+PAPER: dict[str, dict[str, tuple[float | None, ...]]] = {
+    "8x8": {
+        "CNN-alpha": (69.73, 4.036, None), "DQN-alpha": (88.27, 0.378, 13.781), "FRL-1": (92.52, 0.579, 18.152),
+        "FRL-2": (95.06, 0.581, 19.101), "CNN-full": (72.16, 3.935, None), "DQN-full": (93.69, 0.241, 31.286),
+    },
+    "16x16": {
+        "CNN-alpha": (48.04, 9.343, None), "DQN-alpha": (76.20, 0.974, -112.084), "FRL-1": (79.83, 1.513, -94.193),
+        "FRL-2": (84.31, 1.964, -84.139), "CNN-full": (56.44, 8.020, None), "DQN-full": (83.40, 1.348, -38.114),
+    },
+    "32x32": {
+        "CNN-alpha": (41.73, 11.313, None), "DQN-alpha": (71.41, 2.046, -285.946), "FRL-1": (77.88, 2.434, -226.583),
+        "FRL-2": (82.02, 2.868, -189.756), "CNN-full": (50.15, 9.277, None), "DQN-full": (79.73, 2.568, -52.72),
+    },
+    "whs": {
+        "CNN-alpha": (86.19, None), "DQN-alpha": (92.11, 54.762), "FRL-1": (93.76, 55.623),
+        "FRL-2": (94.41, 55.894), "CNN-full": (91.42, None), "DQN-full": (94.55, 56.192),
+    },
+    "ct": {
+        "CNN-alpha": (65.44, None), "DQN-alpha": (74.64, 47.375), "FRL-1": (85.05, 50.472),
+        "FRL-2": (84.92, 50.452), "CNN-full": (79.03, None), "DQN-full": (83.39, 50.307),
+    },
+    "whg": {
+        "CNN-alpha": (55.18, None), "DQN-alpha": (66.37, 46.510), "FRL-1": (75.64, 48.359),
+        "FRL-2": (75.85, 48.373), "CNN-full": (68.93, None), "DQN-full": (74.63, 48.154),
+    },
+}  # fmt: skip
+
+
+class Measure(NamedTuple):
+    """A number of a world's score and how it is shown."""
+
+    name: str
+    place: int
+    scale: float
+    digits: int
 
 
 class Job(NamedTuple):
@@ -85,11 +113,9 @@ class Item:
     """Settings of every item."""
 
     scale: Literal["quick", "paper"] = "quick"
-    """paper: up to 200 epochs, 5 seeds; quick: the smallest grid, 6 epochs, 2 seeds, minutes on a CPU"""
+    """paper: the paper's, for a GPU; quick: minutes on a CPU, which is too short to learn much"""
     methods: tuple[MethodName, ...] = ()
     """which (default: the item's)"""
-    seeds: int | None = None
-    """number of seeds (default: the scale's)"""
     epochs: int | None = None
     """epochs at most (default: the scale's)"""
     together: int | None = None
@@ -100,9 +126,13 @@ class Item:
     """folder of the results"""
 
     shows: ClassVar[tuple[MethodName, ...]] = METHODS
+    measures: ClassVar[tuple[Measure, ...]]
+    repeats: ClassVar[str]  # what differs between runs that are averaged
+    varies: ClassVar[str] = ""  # what a figure varies, and its values
+    values: ClassVar[tuple[int, ...]] = (0,)
 
     def __post_init__(self) -> None:
-        check_counts(seeds=self.seeds, epochs=self.epochs, together=self.together)
+        check_counts(epochs=self.epochs, together=self.together)
 
     @property
     def kind(self) -> str:
@@ -119,40 +149,58 @@ class Item:
         """The methods compared."""
         return self.methods or self.shows
 
-    def jobs(self) -> dict[str, Job]:
-        """All runs, by name."""
+    @property
+    def worlds(self) -> tuple[tuple[str, str], ...]:
+        """Names of the worlds, and what setting each is in."""
         raise NotImplementedError
 
-    def seeded(self) -> range:
-        """The seeds."""
-        return range(self.seeds or (5 if self.scale == "paper" else 2))
+    def repetitions(self) -> range:
+        """Numbers of the runs that are averaged."""
+        raise NotImplementedError
+
+    def experiment(self, world: str, setting: str, number: int, value: int) -> Experiment:
+        """The run with that number; `value` is that of what is varied, if it is not 0."""
+        raise NotImplementedError
+
+    def jobs(self) -> dict[str, Job]:
+        """All runs, by name; settings and repetitions of a world and method can train as one program."""
+        found = {}
+        options = itertools.product(self.chosen, self.values, self.worlds, self.repetitions())
+        for method, value, (world, setting), number in options:
+            experiment = dataclasses.replace(self.experiment(world, setting, number, value), method=method)
+            if self.epochs:
+                training = dataclasses.replace(experiment.training, epochs=self.epochs)
+                experiment = dataclasses.replace(experiment, training=training)
+            varied = {self.varies: value} if self.varies else {}
+            about = {"world": world, "setting": setting, "method": method} | varied | {self.repeats: number}
+            words = [word if isinstance(word, str) else f"{key}{word}" for key, word in about.items()]
+            found["-".join(words)] = Job(experiment, about, (world, method, value))
+        return dict(sorted(found.items(), key=lambda item: [w for w, _ in self.worlds].index(item[1].about["world"])))
 
     def reproduce(self, track: Track) -> bool:
         """Run what is missing; False if interrupted."""
-        jobs = self.jobs()
-        cells = self.folder / "cells"
+        jobs, cells = self.jobs(), self.folder / "cells"
         cells.mkdir(parents=True, exist_ok=True)
         for name, job in jobs.items():
             path = cells / f"{name}.json"
             if path.exists() and json.loads(path.read_text())["settings"] != _digest(job):
                 path.unlink()  # of other settings: made again
         if jax.default_backend() == "cpu" and self.together is None:
-            alone = {
-                name: functools.partial(_alone, name, job, self.folder, self.checkpoint) for name, job in jobs.items()
-            }
+            alone = {n: functools.partial(_alone, n, job, self.folder, self.checkpoint) for n, job in jobs.items()}
             return run_cells(alone, cells, track, len(cores()))
         jax.config.update("jax_compilation_cache_dir", str(self.folder / "compiled"))
         missing = {name: job for name, job in jobs.items() if not (cells / f"{name}.json").exists()}
         done = len(jobs) - len(missing)
         for batch in _programs(missing, self.together or 32):
-            said = functools.partial(_say, track, done, len(jobs), batch)
-            results = _train(batch, self.folder, self.checkpoint, said)
+            results = _train(
+                batch, self.folder, self.checkpoint, functools.partial(_say, track, done, len(jobs), batch)
+            )
             if results is None:
                 return False
             for name, cell in results.items():
                 write_atomically(cells / f"{name}.json", json.dumps(cell))
             done += len(batch)
-            track(done, len(jobs), ", ".join(map(str, next(iter(batch.values())).about.values())))
+            track(done, len(jobs), f"done: {_words(batch)}")
         return True
 
     def table(self) -> str:
@@ -168,136 +216,213 @@ class Item:
         """The item's picture."""
         raise NotImplementedError
 
+    def panels(self) -> tuple[Figure, dict[tuple[str, str], Any]]:
+        """A canvas with axes for every world and setting."""
+        columns = len({setting for _, setting in self.worlds})
+        rows = -(-len(self.worlds) // columns)
+        canvas = Figure(figsize=(4.8 * columns, 3.4 * rows), layout="constrained")
+        grid = canvas.subplots(rows, columns, squeeze=False).ravel()
+        return canvas, dict(zip(self.worlds, grid, strict=False))
 
-@dataclasses.dataclass(frozen=True)
-class GridItem(Item):
-    """Settings of items about the grid world."""
-
-    sizes: tuple[int, ...] = ()
-    """which of 8, 16, 32 (default: all at paper scale, 8 at quick scale)"""
-    settings: tuple[Setting, ...] = get_args(Setting)
-    """corrected: Manhattan distance; as-published: as in the authors' code"""
-
-    histories: ClassVar[tuple[int, ...]] = (0,)  # frames of a view; 0: the paper's for the size
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for size in self.sizes:
-            GridWorld(size=size)
-
-    @property
-    def grids(self) -> tuple[int, ...]:
-        """The sizes."""
-        return self.sizes or (SIZES if self.scale == "paper" else SIZES[:1])
-
-    def jobs(self) -> dict[str, Job]:
-        """All runs, by name; settings and seeds of a size and method can train as one program."""
-        found = {}
-        options = itertools.product(self.grids, self.chosen, self.histories, self.settings, self.seeded())
-        for size, method, history, setting, seed in options:
-            recipe = VERTICAL[f"frl/grid-{size}"].experiment
-            world = GridWorld(size=size, setting=setting, history=history)
-            training = Training(epochs=self.epochs or (200 if self.scale == "paper" else 6))
-            if self.scale == "quick":
-                world = dataclasses.replace(world, counts=(6400, 200, 400))
-            experiment = dataclasses.replace(recipe, world=world, method=method, training=training, seed=seed)
-            about = {"size": size, "setting": setting, "method": method, "history": world.frames}
-            name = f"{size}-{method}-{setting}" + f"-history{history}" * bool(history) + f"-seed{seed}"
-            found[name] = Job(experiment, about | {"seed": seed}, (size, method, history))
-        return found
+    def title(self, text: str, cells: list[Cell]) -> str:
+        """A heading that says how much was run."""
+        runs, minutes = len({cell[self.repeats] for cell in cells}), sum(cell["seconds"] for cell in cells) / 60
+        return f"### {text} ({runs} {self.repeats}s, {minutes:.1f} min)"
 
 
-class Table1(GridItem):
-    """Success, trajectory difference and reward of all methods in the grid world, and the paper's."""
+class Compared(Item):
+    """An item that compares methods, with the paper's figures beside ours."""
 
     def text(self, cells: list[Cell]) -> str:
         """Ours beside the paper's, and whether its claims hold."""
-        parts = [self._scores(size, setting, cells) for size in self.grids for setting in self.settings]
-        notes = "Means and 95% intervals over seeds, in italics the paper's; + noise: FRL-2's noise on every vector."
+        parts = [self._scores(world, setting, cells) for world, setting in self.worlds]
+        notes = f"Means and 95% intervals over {self.repeats}s, in italics the paper's; + noise: FRL-2's at the test."
         return "\n\n".join([*parts, notes, *self._claims(cells)])
 
-    def _scores(self, size: int, setting: str, cells: list[Cell]) -> str:
-        group = [cell for cell in cells if cell["size"] == size and cell["setting"] == setting]
-        names = ["method", "success (%)", "*paper*", "trajectory difference", "*paper*", "reward", "*paper*", "epochs"]
-        lines = [_title(f"{size}x{size}, {setting}", group), "", header(names)]
+    def _scores(self, world: str, setting: str, cells: list[Cell]) -> str:
+        group = _of(cells, world=world, setting=setting)
+        names = [name for measure in self.measures for name in (measure.name, "*paper*")]
+        lines = [self.title(f"{world}, {setting}", group), "", header(["method", *names, "epochs"])]
         for name, (method, noise) in ROWS.items():
-            of_method = [cell for cell in group if cell["method"] == method]
+            of_method = _of(group, method=method)
             if not of_method:
                 continue
             entries = [name]
-            for i, (scale, digits) in enumerate(((100, 1), (1, 3), (1, 1))):
-                theirs = PAPER.get(name, ((), (), ()))[i]
-                values = [scale * cell[noise][i] for cell in of_method if cell[noise][i] is not None]
-                entries += [
-                    shown(values, digits) if values else "",
-                    f"*{theirs[SIZES.index(size)]:g}*" if theirs else "",
-                ]
+            for i, measure in enumerate(self.measures):
+                theirs = PAPER.get(world, {}).get(name, (None,) * len(self.measures))[i]
+                values = _values(of_method, noise, measure)
+                entries += [shown(values, measure.digits) if values else "", "" if theirs is None else f"*{theirs:g}*"]
             lines.append(row([*entries, f"{np.mean([cell['epochs'] for cell in of_method]):.0f}"]))
         return "\n".join(lines)
 
     def _claims(self, cells: list[Cell]) -> list[str]:
         lines = []
-        for size, setting in itertools.product(self.grids, self.settings):
-            for better, worse in CLAIMS:
-                ours = [_success(cells, size, setting, *ROWS[name]) for name in (better, worse)]
-                if not all(ours):
-                    continue
-                theirs = [PAPER[n][0][SIZES.index(size)] if n in PAPER else None for n in (better, worse)]
+        for (world, setting), pair in itertools.product(self.worlds, CLAIMS):
+            ours, theirs = [], []
+            for name in pair:
+                method, noise = ROWS[name]
+                ours.append(_values(_of(cells, world=world, setting=setting, method=method), noise, self.measures[0]))
+                theirs.append(PAPER.get(world, {}).get(name, (None,))[0])
+            if all(ours):
                 lead = "" if None in theirs else f"*{theirs[0] - theirs[1]:+.2f}*"  # type: ignore[operator]
-                lines.append(row([f"{size}x{size}, {setting}", f"{better} > {worse}", verdict(*ours), lead]))
+                lines.append(row([f"{world}, {setting}", " > ".join(pair), verdict(*ours), lead]))
         if not lines:
             return []
-        beyond = "A claim holds, or is reversed, where the difference, paired by seed, is beyond its 95% interval."
-        return ["\n".join([header(["", "success", "ours (points)", "*paper*"]), *lines]), beyond]
+        pairs = f"A claim holds, or is reversed, where the difference, by {self.repeats}, is beyond its 95% interval."
+        return ["\n".join([header(["", self.measures[0].name, "ours (points)", "*paper*"]), *lines]), pairs]
 
     def picture(self, cells: list[Cell]) -> Figure:
-        """Validation success by epoch: without noise dashed, with noise solid."""
-        canvas, panels = _panels(self.grids, self.settings)
-        for (size, setting), axes in panels.items():
+        """Validation by epoch: without noise dashed, with noise solid."""
+        canvas, panels = self.panels()
+        for (world, setting), axes in panels.items():
             for method, colour in _colours(self.chosen).items():
-                group = _of(cells, size=size, setting=setting, method=method)
+                group = _of(cells, world=world, setting=setting, method=method)
                 for column, label in ((1, None), (2, method)):
-                    lines = [[[r[0], 100 * r[column]] for r in cell["curve"]] for cell in group]
+                    lines = [[[point[0], 100 * point[column]] for point in cell["curve"]] for cell in group]
                     shortest = min((len(line) for line in lines), default=0)
                     if shortest:
                         band(axes, colour, label, [line[:shortest] for line in lines], dashed=label is None)
-            finish(axes, f"{size}x{size}, {setting}", "epoch", "validation success (%), dashed: no noise")
+            finish(axes, f"{world}, {setting}", "epoch", f"validation {self.measures[0].name}, dashed: no noise")
         return canvas
 
 
-class Fig3(GridItem):
-    """Success by the number of frames that a party sees, H in 2..32."""
+class Varied(Item):
+    """An item with a setting of the experiment on its horizontal axis."""
 
     shows = ("dqn-alpha", "frl", "dqn-full")
-    histories = (2, 4, 8, 16, 32)
 
     def text(self, cells: list[Cell]) -> str:
-        """Success by H."""
-        names = [name for name, (method, _) in ROWS.items() if method in self.chosen]
-        lines = [_title("Success (%) by history", cells), "", header(["", "H", *names])]
-        for size, setting, history in itertools.product(self.grids, self.settings, self.histories):
-            group = _of(cells, size=size, setting=setting, history=history)
-            entries = [
-                shown([100 * c[noise][0] for c in _of(group, method=m)], 1) for m, noise in map(ROWS.__getitem__, names)
-            ]
-            lines.append(row([f"{size}x{size}, {setting}", str(history), *entries]))
+        """The first measure, by value."""
+        rows = {name: (method, noise) for name, (method, noise) in ROWS.items() if method in self.chosen}
+        measure = self.measures[0]
+        lines = [self.title(f"{measure.name} by {self.varies}", cells), "", header(["", self.varies, *rows])]
+        for (world, setting), value in itertools.product(self.worlds, self.values):
+            group = _of(cells, **{"world": world, "setting": setting, self.varies: value})
+            entries = [shown(_values(_of(group, method=m), noise, measure), 1) for m, noise in rows.values()]
+            lines.append(row([f"{world}, {setting}", str(value), *entries]))
         return "\n".join(lines)
 
     def picture(self, cells: list[Cell]) -> Figure:
-        """Success by H: without noise dashed, with noise solid."""
-        canvas, panels = _panels(self.grids, self.settings)
-        for (size, setting), axes in panels.items():
+        """The first measure by value: without noise dashed, with noise solid."""
+        canvas, panels = self.panels()
+        for (world, setting), axes in panels.items():
             for method, colour in _colours(self.chosen).items():
-                group = _of(cells, size=size, setting=setting, method=method)
+                group = _of(cells, world=world, setting=setting, method=method)
                 for noise, label in (("quiet", None), ("noised", method)):
-                    lines = [
-                        [[c["history"], 100 * c[noise][0]] for c in group if c["seed"] == seed]
-                        for seed in self.seeded()
-                    ]
+                    runs = [_of(group, **{self.repeats: number}) for number in self.repetitions()]
+                    lines = [[[cell[self.varies], 100 * cell[noise][0]] for cell in run] for run in runs]
                     band(axes, colour, label, lines, dashed=label is None)
             axes.set_xscale("log", base=2)
-            finish(axes, f"{size}x{size}, {setting}", "H", "test success (%), dashed: no noise")
+            finish(axes, f"{world}, {setting}", self.varies, f"test {self.measures[0].name}, dashed: no noise")
         return canvas
+
+
+@dataclasses.dataclass(frozen=True)
+class GridItem(Item):
+    """Settings of items about the grid world."""
+
+    seeds: int | None = None
+    """number of seeds (default: 5 at paper scale, 2 at quick scale)"""
+    sizes: tuple[int, ...] = ()
+    """which of 8, 16, 32 (default: all at paper scale, 8 at quick scale)"""
+    settings: tuple[Setting, ...] = get_args(Setting)
+    """corrected: Manhattan distance; as-published: as in the authors' code"""
+
+    measures = (
+        Measure("success (%)", 0, 100, 1),
+        Measure("trajectory difference", 1, 1, 3),
+        Measure("reward", 2, 1, 1),
+    )
+    repeats = "seed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(seeds=self.seeds)
+        for size in self.sizes:
+            GridWorld(size=size)
+
+    @property
+    def worlds(self) -> tuple[tuple[str, str], ...]:
+        """Sizes in both settings."""
+        sizes = self.sizes or (SIZES if self.scale == "paper" else SIZES[:1])
+        return tuple((f"{size}x{size}", setting) for size in sizes for setting in self.settings)
+
+    def repetitions(self) -> range:
+        """Seeds."""
+        return range(self.seeds or (5 if self.scale == "paper" else 2))
+
+    def experiment(self, world: str, setting: str, number: int, value: int) -> Experiment:
+        """A recipe with a seed; at quick scale of few epochs and with fewer maps to be examined on."""
+        experiment = VERTICAL[f"frl/grid-{world.partition('x')[0]}"].experiment
+        grid: Any = experiment.world
+        grid, training = dataclasses.replace(grid, setting=setting, history=value), experiment.training
+        if self.scale == "quick":
+            grid = dataclasses.replace(grid, counts=(6400, 200, 400))
+            training = dataclasses.replace(training, epochs=6)
+        return dataclasses.replace(experiment, world=grid, training=training, seed=number)
+
+
+class Table1(GridItem, Compared):
+    """Success, trajectory difference and reward of all methods in the grid world, and the paper's."""
+
+
+class Fig3(GridItem, Varied):
+    """Success by the number of frames that a party sees, H in 2..32."""
+
+    varies = "H"
+    values = (2, 4, 8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextItem(Item):
+    """Settings of items about Text2Action."""
+
+    folds: int | None = None
+    """folds that are scored (default: all 10 at paper scale, 2 at quick scale)"""
+    data: tuple[str, ...] = ()
+    """whs, ct, whg (default: all), or files of texts; at quick scale the sample that comes with Atoll"""
+    settings: tuple[Selection, ...] = ("validation",)
+    """how the model is chosen: on a fold of its own, or as published, on the fold that is scored"""
+
+    measures = (Measure("F1 (%)", 0, 100, 1), Measure("reward", 3, 1, 3))
+    repeats = "fold"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(folds=self.folds)
+
+    @property
+    def worlds(self) -> tuple[tuple[str, str], ...]:
+        """Collections of texts."""
+        data = self.data or (("whs", "ct", "whg") if self.scale == "paper" else ("sample",))
+        return tuple((texts, setting) for texts in data for setting in self.settings)
+
+    def repetitions(self) -> range:
+        """Folds."""
+        return range(self.folds or (10 if self.scale == "paper" else 2))
+
+    def experiment(self, world: str, setting: str, number: int, value: int) -> Experiment:
+        """A recipe with another fold to be scored; at quick scale of few epochs."""
+        experiment = VERTICAL[f"frl/{'texts' if f'frl/{world}' not in VERTICAL else world}"].experiment
+        texts: Any = experiment.world
+        texts = dataclasses.replace(texts, data=world, fold=number, selection=setting)
+        training, network = experiment.training, experiment.network
+        if self.scale == "quick":
+            training = dataclasses.replace(training, epochs=2)
+        if value:
+            network = dataclasses.replace(network, kernels=value)
+        return dataclasses.replace(experiment, world=texts, training=training, network=network)
+
+
+class Table2(TextItem, Compared):
+    """F1 and reward of all methods on texts, ten folds, and the paper's."""
+
+
+class Fig5(TextItem, Varied):
+    """F1 by the number of kernels of a convolution, 2..32."""
+
+    varies = "kernels"
+    values = (2, 4, 8, 16, 32)
 
 
 def _programs(jobs: Mapping[str, Job], most: int) -> Iterator[dict[str, Job]]:
@@ -354,10 +479,14 @@ def _short(value: float | None) -> float | None:
 
 def _say(track: Track, done: int, total: int, batch: Mapping[str, Job], record: Record) -> None:
     quiet, noised = (100 * np.mean(column) for column in record["validation"].values())
-    first = " ".join(str(value) for key, value in next(iter(batch.values())).about.items() if key != "seed")
-    more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
-    epoch = f"epoch {record['round']}: validation {quiet:.1f}%, with noise {noised:.1f}%"
-    track(done, total, f"{first}{more}: {epoch}")
+    figures = f"epoch {record['round']}: validation {quiet:.1f}%, with noise {noised:.1f}%"
+    track(done, total, f"{_words(batch)}: {figures}")
+
+
+def _words(batch: Mapping[str, Job]) -> str:
+    """What a program trains."""
+    first = " ".join(str(value) for value in next(iter(batch.values())).about.values())
+    return first + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
 
 
 def _digest(job: Job) -> str:
@@ -369,23 +498,12 @@ def _of(cells: list[Cell], **about: Any) -> list[Cell]:
     return [cell for cell in cells if all(cell[key] == value for key, value in about.items())]
 
 
-def _success(cells: list[Cell], size: int, setting: str, method: str, noise: str) -> list[float]:
-    """Success (%) by seed."""
-    return [100 * cell[noise][0] for cell in _of(cells, size=size, setting=setting, method=method)]
+def _values(cells: list[Cell], noise: str, measure: Measure) -> list[float]:
+    """A number of the test, by repetition; without those that are not finite."""
+    found = [cell[noise][measure.place] for cell in cells]
+    return [measure.scale * value for value in found if value is not None]
 
 
-def _colours(methods: tuple[str, ...]) -> dict[str, str]:
+def _colours(methods: tuple[MethodName, ...]) -> dict[str, str]:
     """A colour for each method that learns, the same in all figures."""
     return {m: COLOURS[METHODS.index(m) % len(COLOURS)] for m in methods if m != "random"}
-
-
-def _panels(sizes: tuple[int, ...], settings: tuple[str, ...]) -> tuple[Figure, dict[tuple[int, str], Any]]:
-    """A canvas with axes for every size and setting."""
-    canvas = Figure(figsize=(4.8 * len(sizes), 3.4 * len(settings)), layout="constrained")
-    grid = canvas.subplots(len(settings), len(sizes), squeeze=False)
-    return canvas, {(n, s): grid[j][i] for i, n in enumerate(sizes) for j, s in enumerate(settings)}
-
-
-def _title(text: str, cells: list[Cell]) -> str:
-    seeds, minutes = len({cell["seed"] for cell in cells}), sum(cell["seconds"] for cell in cells) / 60
-    return f"### {text} ({seeds} seeds, {minutes:.1f} min)"

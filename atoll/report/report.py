@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..errors import AtollError
+from ..errors import AtollError, require
 from ..runs import RunFiles, main_score, read_lines
 from .impact_plot import impact_figure
 
@@ -109,9 +109,14 @@ def _format(score: str, value: float | None) -> str:
 
 def report(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, str]:
     """Write report.md and its pictures on the runs at `paths`; returns the folder and the table."""
+    out = out or (paths[0] if len(paths) == 1 else paths[0].parent / "report")
+    vertical = ["experiments" in RunFiles.read_config(path) for path in paths]
+    if any(vertical):
+        from .vertical_report import vertical_report
+
+        require(all(vertical), "some of these runs are of vertical federation and some are not; report them apart")
+        return out, vertical_report(paths, out)
     runs = [read_run(path) for path in paths]
-    if out is None:
-        out = paths[0] if len(paths) == 1 else paths[0].parent / "report"
     out.mkdir(parents=True, exist_ok=True)
     text = table(runs)
     figure(runs).savefig(out / "curves.png", dpi=130)

@@ -1,7 +1,9 @@
 """What `atoll run` and `atoll resume` do with a vertical federation."""
 
 import dataclasses
+import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +11,10 @@ import tyro
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..errors import AtollError, check_counts
+from ..errors import AtollError, check_counts, unknown
 from ..recipes import VERTICAL
 from ..runs import RunFiles
-from ..terminal import INTERRUPTED, console, free_name, parse, progress_bar
+from ..terminal import INTERRUPTED, console, free_name, option, parse, progress_bar
 from . import highlight
 from .account import account
 from .text2action import TextWorld
@@ -97,6 +99,21 @@ def resume_vertical(directory: str, rest: list[str]) -> int:
     return _train(trials, options.checkpoint_every)
 
 
+def film_vertical(directory: str, rest: list[str]) -> int:
+    """A film of agents in a grid and of what they see: atoll film DIR [--out FILE.gif]."""
+    from ..report.grid_film import film
+
+    out, rest = option(rest, "--out")
+    if rest:
+        raise unknown("option", rest[0], ["--out"])
+    trials = Trials.resume(directory)
+    try:
+        print(film(trials, Path(out or f"{directory}/film.gif")))
+    finally:
+        trials.close()
+    return 0
+
+
 def describe(experiment: Experiment) -> str:
     """An experiment in one line."""
     world, training = experiment.world.describe(), experiment.training
@@ -136,8 +153,8 @@ def _finish(trials: Trials) -> str:
     scores = {"quiet": result.quiet, "noised": result.noised}
     if method.policy != "random":
         scores["random"] = Trials([dataclasses.replace(experiment, method="random")]).results()[0].quiet
-    record: Record = {"round": trials.epoch, "test": {name: score._asdict() for name, score in scores.items()}}
-    lines = table(experiment, result.epochs, result.steps, scores)
+    record: Record = {"round": trials.epoch, "test": {name: finite(score) for name, score in scores.items()}}
+    lines = table(experiment, result.epochs, result.steps, record["test"])
     if method.federated:
         record["privacy"] = str(account(experiment.learning.noise, trials.vectors))
         lines += ["", f"privacy of training: {record['privacy']}", "(validation and FRL-1 send vectors without noise)"]
@@ -146,19 +163,17 @@ def _finish(trials: Trials) -> str:
     return "\n".join(lines)
 
 
-def table(experiment: Experiment, epochs: int, steps: int, scores: dict[str, Any]) -> list[str]:
+def table(experiment: Experiment, epochs: int, steps: int, test: Record) -> list[str]:
     """The scores of a test, in lines of Markdown."""
-    first = scores["quiet"]
     return [
         f"{experiment.method}: {epochs} epochs, {steps} environment steps, best in validation tested",
         "",
-        f"| test | {' | '.join(_COLUMNS[name][0] for name in first._fields)} |",
-        f"|---|{'---|' * len(first)}",
-        *(_row(label, scores[name]) for name, label in _labels(experiment).items() if name in scores),
+        *score_header(test["quiet"]),
+        *(score_row(label, test[name]) for name, label in labels(experiment).items() if name in test),
     ]
 
 
-def _labels(experiment: Experiment) -> dict[str, str]:
+def labels(experiment: Experiment) -> dict[str, str]:
     """The scores of a test, in words."""
     if experiment.method == "frl":
         names = ("FRL-1: no noise", "FRL-2: noise on every vector")
@@ -177,9 +192,20 @@ _COLUMNS = {
 }
 
 
-def _row(label: str, score: Any) -> str:
-    numbers = (_COLUMNS[name][1].format(number) for name, number in score._asdict().items())
-    return f"| {label} | {' | '.join(numbers)} |"
+def score_header(score: Mapping[str, float | None]) -> list[str]:
+    """The first two lines of a table of scores."""
+    return [f"| test | {' | '.join(_COLUMNS[name][0] for name in score)} |", f"|---|{'---|' * len(score)}"]
+
+
+def score_row(label: str, score: Mapping[str, float | None]) -> str:
+    """A line of it."""
+    shown = ["none" if number is None else _COLUMNS[name][1].format(number) for name, number in score.items()]
+    return f"| {label} | {' | '.join(shown)} |"
+
+
+def finite(score: Any) -> dict[str, float | None]:
+    """A score for JSON, which knows no NaN: without a success there is no trajectory difference."""
+    return {name: number if math.isfinite(number) else None for name, number in score._asdict().items()}
 
 
 def _highlight(path: Path, experiment: Experiment, result: Result) -> None:

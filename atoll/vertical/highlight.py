@@ -87,7 +87,7 @@ def marked(experiment: Experiment, minds: Minds, phase: Phase = Phase.TEST) -> l
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _decided(setup: Setup, method: Method, phase: Phase, minds: Minds, seed: jax.Array) -> Any:
     key = jax.random.fold_in(draw_key(seed, 99), 0)  # that of the test
-    state, played = play(setup, method, minds, key, phase)
+    state, played, _ = play(setup, method, minds, key, phase)
     return state.text, setup.world.selected(state), played.optimal > 0
 
 

@@ -40,7 +40,7 @@ class Learning:
     replay: int = 100_000
     """records remembered"""
     slow: int = 200
-    """updates after which the slow copies, which compute targets, are renewed"""
+    """updates after which the slow copies, which compute targets, are renewed; 0: never, as in the released code"""
     explore_first: float = 1.0
     """probability of a random action at the start"""
     explore_last: float = 0.1
@@ -55,7 +55,8 @@ class Learning:
         require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
         for name in ("positive", "explore_first", "explore_last"):
             require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; a share lies in 0..1")
-        for name in ("batch", "replay", "slow", "explore_steps"):
+        require(self.slow >= 0, f"slow is {self.slow}; it must be 0, for never, or more")
+        for name in ("batch", "replay", "explore_steps"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @property
@@ -281,7 +282,7 @@ class Passive:
         return protocol.noise_for(key, 2, *shape)
 
     def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
-        return protocol.release(values, draw, self.learning.noise, self.stage.phase)
+        return protocol.release(values, draw, self.learning.noise, self.stage.phase, self.stage.share)
 
 
 def new_passive(
@@ -454,10 +455,9 @@ class Lead:
         return self.network.apply(net, self.stage.world.read(self._views, views))
 
     def _release(self, values: jax.Array, draw: jax.Array) -> Noised:
-        phase = self.stage.phase
-        if self.state.head is None and phase.trains:
-            phase = Phase.VALIDATE  # nobody else hears of it: a party on its own learns without noise
-        return protocol.release(values, draw, self.learning.noise, phase)
+        alone = self.state.head is None and self.stage.phase.trains  # nobody hears of it: it learns without noise
+        share = 0.0 if alone else self.stage.share
+        return protocol.release(values, draw, self.learning.noise, self.stage.phase, share)
 
 
 def new_lead(
@@ -506,7 +506,9 @@ def td_loss(head: Head | None, parties: tuple[Noised, ...], done: jax.Array, tar
 
 
 def renewed(updates: jax.Array, every: int, fresh: Params, slow: Params) -> Params:
-    """The slow copy, replaced at every `every`th update."""
+    """The slow copy, replaced at every `every`th update; never if that is 0."""
+    if every == 0:
+        return slow
     return jax.lax.cond(updates % every == 0, _former, _latter, fresh, slow)
 
 

@@ -17,7 +17,7 @@ from ..recipes import VERTICAL
 from ..runs import RunFiles, lock, write_atomically
 from ..terminal import INTERRUPTED, console, free_name, parse, positional, progress_bar
 from .account import account, vectors_sent
-from .commands import describe, table, tracker
+from .commands import describe, finite, table, tracker
 from .leading import RemoteTraining, Terms
 from .remote import RemotePeer
 from .service import Service, serve
@@ -152,9 +152,9 @@ def _train(training: RemoteTraining, experiment: Experiment, directory: Path) ->
     steps = training.epoch * training.steps_of_epoch
     sent = vectors_sent(experiment.learning, steps, how.updates, how.parallel) + how.joint_warmup * how.parallel
     privacy = str(account(experiment.learning.noise, sent))
-    test = {name: score._asdict() for name, score in named.items()}
+    test = {name: finite(score) for name, score in named.items()}
     note({"round": training.epoch, "test": test, "privacy": privacy})
-    lines = table(experiment, training.epoch, steps * how.parallel, named)
+    lines = table(experiment, training.epoch, steps * how.parallel, test)
     print("\n".join([*lines, "", f"privacy of training: {privacy}"]))
     return 0
 

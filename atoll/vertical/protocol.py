@@ -164,15 +164,17 @@ def noise_for(key: jax.Array, *shape: int) -> jax.Array:
     return jax.random.normal(key, (*shape[:-1], shape[-1] + 1))
 
 
-def release(values: jax.Array, draw: jax.Array, noise: Noise, phase: Phase = Phase.TRAIN) -> Noised:
-    """hat Q of Q-vectors [B, actions]: clipped, and none, some or all of them noised, as is due in `phase`.
+def release(
+    values: jax.Array, draw: jax.Array, noise: Noise, phase: Phase = Phase.TRAIN, share: jax.Array | float | None = None
+) -> Noised:
+    """hat Q of Q-vectors [B, actions]: clipped, and a `share` of them noised (None: what is due in `phase`).
 
     `draw` [B, actions + 1] is from `noise_for`, and never used for other vectors.
     """
     if noise.clip is not None:
         norm = jnp.sqrt(jnp.sum(values**2, -1, keepdims=True) + 1e-12)
         values = values * jnp.minimum(1.0, noise.clip / norm)
-    share = noise.during(phase)
+    share = noise.during(phase) if share is None else share
     if isinstance(share, float) and share == 0:
         return _seal(Noised, values)
     noisy = draw[..., -1:] < jax.scipy.special.ndtri(share)  # with probability `share`

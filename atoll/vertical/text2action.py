@@ -23,6 +23,7 @@ from .protocol import Phase
 from .textnetwork import CHUNK, Reading
 from .world import Outcome, Played, WorldSettings
 
+Selection = Literal["validation", "as-published"]
 _BITS = 32
 _FIRST = 2  # numbers of a view before the decisions: the text, and how many words are decided
 
@@ -44,7 +45,7 @@ class TextWorld(WorldSettings):
     """whs, ct, whg: the authors', from ATOLL_DATA; sample: a few of our own; or a file of texts (docs/frl.md)"""
     fold: int = 0
     """the fold that is scored"""
-    selection: Literal["validation", "as-published"] = "validation"
+    selection: Selection = "validation"
     """how the model is chosen: on the fold after the scored one, which then is not trained on; or on the scored one"""
     vectors: str = ""
     """an .npz with words and vectors; empty: GloVe's from ATOLL_DATA, else made from each word's hash"""

@@ -62,19 +62,24 @@ class TextNetwork:
     def apply(self, params: Params, views: tuple[Reading, ...]) -> jax.Array:
         """Values [B, actions] of texts; what several parties know of a word stands side by side."""
         weights = [layer["w"] for layer in params["conv"]]
-        projected, start = [], 0
+        columns, projected, tokens, start = [], [], [], 0
         for learned, view in zip(params["tables"], views, strict=True):
-            table = learned if view.vectors is None else view.vectors
-            projected.append(table @ _columns([w[:, start : start + table.shape[1]] for w in weights]))
+            table, rows = (learned, view.tokens) if view.vectors is None else _fewer(view.vectors, view.tokens)
+            columns.append(_columns([w[:, start : start + table.shape[1]] for w in weights]))
+            projected.append(table @ columns[-1])
+            tokens.append(rows)
             start += table.shape[1]
-        tag = jnp.sum(_columns([w[:, start:] for w in weights]), 0)
-        tokens, first = tuple(view.tokens for view in views), views[0]
+        tag, first = jnp.sum(_columns([w[:, start:] for w in weights]), 0), views[0]
         find = _peaks_by_row if jax.default_backend() == "cpu" else _peaks
         peaks = find(*jax.lax.stop_gradient((projected, tag)), tokens, first.tags, first.length, first.most)
         spots = _spots(peaks)
         values = jnp.take_along_axis(first.tags, spots, 1) * tag
-        for table, rows in zip(projected, tokens, strict=True):
-            values += table[jnp.take_along_axis(rows, spots, 1), jnp.arange(len(tag))]
+        for view, matrix, table in zip(views, columns, projected, strict=True):
+            rows = jnp.take_along_axis(view.tokens, spots, 1)
+            if view.vectors is None:
+                values += table[rows, jnp.arange(len(tag))]
+            else:  # few words: no gradient through the whole table
+                values += jnp.sum(view.vectors[rows] * matrix.T, -1)
         bias = jnp.concatenate([layer["b"] for layer in params["conv"]])
         pooled = jax.nn.relu(_summed(values) + bias)  # the largest of rectified values is the largest one, rectified
         return affine(jax.nn.relu(affine(pooled, params["hidden"])), params["out"])
@@ -83,6 +88,13 @@ class TextNetwork:
 def _conv(key: jax.Array, words: int, inputs: int, kernels: int) -> Layer:
     layer = xavier(key, (words, inputs, 1, kernels))
     return {"w": layer["w"][:, :, 0], "b": layer["b"]}
+
+
+def _fewer(vectors: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A table and its rows for the tokens [B, W]: that of all words, or of these alone if they are fewer."""
+    if tokens.size >= len(vectors):
+        return vectors, tokens
+    return vectors[tokens.reshape(-1)], jnp.arange(tokens.size).reshape(tokens.shape)
 
 
 # Columns: for each n, for each place in the window, for each kernel.
@@ -110,7 +122,7 @@ def _summed(values: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, 1)
 
 
-def _gathered(projected: list[jax.Array], tokens: tuple[jax.Array, ...]) -> jax.Array:
+def _gathered(projected: list[jax.Array], tokens: list[jax.Array]) -> jax.Array:
     """The columns of words [T], by all tables."""
     parts = [table[rows] for table, rows in zip(projected, tokens, strict=True)]
     return functools.reduce(jnp.add, parts)
@@ -138,7 +150,7 @@ def _windows(words: jax.Array, tags: jax.Array, tag: jax.Array, first: jax.Array
 def _peaks(
     projected: list[jax.Array],
     tag: jax.Array,
-    tokens: tuple[jax.Array, ...],
+    tokens: list[jax.Array],
     tags: jax.Array,
     length: jax.Array,
     most: int,
@@ -146,7 +158,7 @@ def _peaks(
     """Where the windows with the largest values start, [B, 4 K]. After a text's end all windows are alike."""
     del length
 
-    def one(tokens: tuple[jax.Array, ...], tags: jax.Array) -> jax.Array:
+    def one(tokens: list[jax.Array], tags: jax.Array) -> jax.Array:
         words = _gathered(projected, tokens)
         return jnp.argmax(_windows(words, tags, tag, 0, most), 0)
 
@@ -157,7 +169,7 @@ def _peaks(
 def _peaks_by_row(
     projected: list[jax.Array],
     tag: jax.Array,
-    tokens: tuple[jax.Array, ...],
+    tokens: list[jax.Array],
     tags: jax.Array,
     length: jax.Array,
     most: int,
@@ -165,7 +177,7 @@ def _peaks_by_row(
     """The same, one text after the other and each only to its end."""
     count = len(tag) // sum(GRAMS) * len(GRAMS)
 
-    def one(row: tuple[tuple[jax.Array, ...], jax.Array, jax.Array]) -> jax.Array:
+    def one(row: tuple[list[jax.Array], jax.Array, jax.Array]) -> jax.Array:
         tokens, tags, length = row
 
         def chunk(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -174,7 +186,7 @@ def _peaks_by_row(
             def cut(x: jax.Array) -> jax.Array:
                 return jax.lax.dynamic_slice(x, (first,), (CHUNK + _REACH,))
 
-            words = _gathered(projected, tuple(cut(rows) for rows in tokens))
+            words = _gathered(projected, [cut(rows) for rows in tokens])
             words = jax.lax.optimization_barrier(words)  # gathered once, not anew for every place in a window
             values = _windows(words, cut(tags), tag, first, most)
             top = jnp.max(values, 0)

@@ -112,7 +112,7 @@ def prepared(method: Method, learning: Learning) -> Learning:
     """The settings with which a method learns."""
     if method.federated:
         return learning
-    return dataclasses.replace(learning, slow=min(learning.slow, _SLOW_ALONE))
+    return dataclasses.replace(learning, slow=min(learning.slow or _SLOW_ALONE, _SLOW_ALONE))
 
 
 def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> Run:
@@ -258,31 +258,45 @@ def exam_peer_key(key: jax.Array, place: int) -> jax.Array:
     return jax.random.fold_in(key, place)
 
 
-def exam(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> Any:
-    """The world's score of all episodes of a phase."""
-    return setup.world.score(*play(setup, method, minds, key, phase))
+def exam(
+    setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase, share: jax.Array | None = None
+) -> Any:
+    """The world's score of all episodes of a phase, with noise on a `share` of the vectors (None: the phase's)."""
+    return setup.world.score(*play(setup, method, minds, key, phase, share=share)[:2])
 
 
-def play(setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase) -> tuple[Any, Played]:
-    """Play all episodes of a phase, side by side; where the world then stands, and how it went."""
+def play(
+    setup: Setup,
+    method: Method,
+    minds: Minds,
+    key: jax.Array,
+    phase: Phase,
+    trace: Callable[[Any], Any] = lambda state: None,
+    share: jax.Array | None = None,
+) -> tuple[Any, Played, Any]:
+    """Play all episodes of a phase, side by side; where the world then stands, and how it went.
+
+    Also what `trace` makes of the world's state after every step, [limit, ...].
+    """
     world = setup.world
     state = world.exam(phase, key)
     lead = exam_active(minds.lead, minds.head, key)
     peers = tuple(exam_peer(net, exam_peer_key(key, i + 1)) for i, net in enumerate(minds.peers))
     run = Run(lead, peers, state, ())
-    cast = _cast(setup, method, run, Stage(world, state, phase))
+    cast = _cast(setup, method, run, Stage(world, state, phase, share))
     run = _packed(*cast, protocol.begin(*cast, phase))
     optimal = world.optimal(state)
 
-    def body(carry: tuple[Run, Tally], _: None) -> tuple[tuple[Run, Tally], None]:
+    def body(carry: tuple[Run, Tally], _: None) -> tuple[tuple[Run, Tally], Any]:
         run, tally = carry
-        lead, peers = _cast(setup, method, run, Stage(world, run.stage, phase))
+        lead, peers = _cast(setup, method, run, Stage(world, run.stage, phase, share))
         seen = protocol.step(lead, peers, run.seen)
         assert lead.outcome is not None
-        return (_packed(lead, peers, seen), tally.note(lead.outcome)), None
+        run = _packed(lead, peers, seen)
+        return (run, tally.note(lead.outcome)), trace(run.stage)
 
-    (run, tally), _ = jax.lax.scan(body, (run, Tally.blank(optimal)), None, length=world.limit)
-    return run.stage, tally.played(optimal)
+    (run, tally), traces = jax.lax.scan(body, (run, Tally.blank(optimal)), None, length=world.limit)
+    return run.stage, tally.played(optimal), traces
 
 
 def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, tuple[Passive, ...]]:

@@ -1,6 +1,6 @@
 """Experiments of vertical federation: settings, training epoch by epoch, early stopping, files, test.
 
-Experiments that differ only in numbers (seeds, rates, noise, the grid's setting, the fold that is scored) train as one
+Experiments that differ only in numbers (seeds, rates, the grid's setting, the fold that is scored) train as one
 program: in turn on a CPU, side by side on a GPU. Each gets the numbers it would have had alone.
 """
 
@@ -32,6 +32,7 @@ from .text2action import TextWorld
 from .textnetwork import TextNetwork
 from .training import (
     METHODS,
+    Gains,
     Method,
     MethodName,
     Minds,
@@ -57,7 +58,7 @@ KINDS: dict[str, type[Any]] = {
 
 Record = dict[str, Any]
 Watcher = Callable[[Record], None]
-_VALIDATION = {"quiet": Phase.VALIDATE, "noised": Phase.VALIDATE_NOISED}
+_EXAMS = ("quiet", "noised")  # without noise, and with it on every vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,10 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise unknown("method", self.method, METHODS)
+        require(
+            isinstance(self.network, TextNetwork) == isinstance(self.world, TextWorld),
+            f"network is {self.network}; texts, and nothing else, are read by TextNetwork()",
+        )
         require(0 <= self.seed < 2**32, f"seed is {self.seed}; it must lie in 0..{2**32 - 1}")
 
     def config(self) -> Record:
@@ -180,14 +185,14 @@ class Trials:
         trials = Trials(experiments)
         trials.files = RunFiles(path)
         try:
-            template = _plain(jax.eval_shape(trials._fresh))
-            restored = trials.files.restore(template)
+            form = jax.eval_shape(trials._fresh)
+            restored = trials.files.restore(_plain(form))
             trials.files.write_config({"experiments": [e.config() for e in experiments]})
         except BaseException:
             trials.close()
             raise
         if restored is not None:
-            trials.state = _revived(jax.eval_shape(trials._fresh), restored[1])
+            trials.state = _revived(form, restored[1])
             trials.history = read_lines(path / "metrics.jsonl")
         return trials
 
@@ -223,8 +228,7 @@ class Trials:
         """
         saved = time.monotonic()
         with ctrl_c() as stop:
-            if self.state is None:
-                self.state = self._begin()
+            self.begin()
             while not self.finished and not stop.is_set():
                 record = self._step()
                 self.note(record)
@@ -238,14 +242,12 @@ class Trials:
 
     def results(self) -> list[Result]:
         """Every experiment, tested with what was best in validation."""
-        state = self.state or self._begin()
-        minds, minds_noised = state.kept
-        quiet, noised = self._judge(minds, 0, Phase.TEST), self._judge(minds_noised, 0, Phase.TEST_NOISED)
-        found = []
+        state = self.begin()
+        test, found = self._judge(state.kept, 0, Phase.TEST), []
         for i, epochs in enumerate(state.trained.tolist()):
-            one, other = (type(test)(*(float(column[i]) for column in test)) for test in (quiet, noised))
+            quiet, noised = (type(test)(*(float(column[i, k]) for column in test)) for k in range(len(_EXAMS)))
             steps = epochs * self.steps_of_epoch * self.training.parallel
-            found.append(Result(epochs, steps, one, other, _row(minds, i), _row(minds_noised, i)))
+            found.append(Result(epochs, steps, quiet, noised, *(_row(minds, i) for minds in state.kept)))
         return found
 
     def note(self, record: Record) -> None:
@@ -268,26 +270,32 @@ class Trials:
         count = len(self.experiments)
         run = _begin(self._engine, self.method, self.training.parallel, self._setup, self._seeds)
         none = np.zeros(count, np.int32)
-        kept = tuple(jax.tree.map(jnp.copy, run.minds) for _ in _VALIDATION)
-        return Progress(
-            run, kept, np.full((len(_VALIDATION), count), -1.0, np.float32), none, none, np.zeros((), np.int32)
-        )
+        kept = tuple(jax.tree.map(jnp.copy, run.minds) for _ in _EXAMS)
+        return Progress(run, kept, np.full((len(_EXAMS), count), -1.0, np.float32), none, none, np.zeros((), np.int32))
 
-    def _begin(self) -> Progress:
-        state = self._fresh()
-        if self.method.policy == "random":
-            return state
-        run, _ = _advance(self._engine, self.method, self.training.joint_warmup, 0, self._setup, state.run)
-        return state._replace(run=run)
+    def begin(self) -> Progress:
+        """Where the experiments stand; if they have not begun, after the steps before the first update."""
+        if self.state is None:
+            self.state = self._fresh()
+            if self.method.policy != "random":
+                self.train(self.training.joint_warmup, 0)
+        return self.state
+
+    def train(self, steps: int | None = None, updates: int | None = None) -> Gains:
+        """Train for so many joint steps with so many updates each (default: an epoch), without validation."""
+        state = self.begin()
+        steps = self.steps_of_epoch if steps is None else steps
+        updates = self.training.updates if updates is None else updates
+        run, gains = _advance(self._engine, self.method, steps, updates, self._setup, state.run)
+        self.state = state._replace(run=run)
+        found: Gains = gains
+        return found
 
     def _step(self) -> Record:
         """One epoch of all that have not stopped; its record."""
-        assert self.state is not None
-        state, training = self.state, self.training
-        epoch, active = self.epoch + 1, self.state.idle < training.patience
-        run, gains = _advance(self._engine, self.method, self.steps_of_epoch, training.updates, self._setup, state.run)
-        exams = [self._judge(run.minds, epoch, phase)[0] for phase in _VALIDATION.values()]
-        found = np.asarray(exams, np.float32)
+        gains, state = self.train(), self.begin()
+        run, epoch, active = state.run, self.epoch + 1, state.idle < self.training.patience
+        found = np.asarray(self._judge((run.minds,) * 2, epoch, Phase.VALIDATE)[0], np.float32).T
         higher = (found > state.best) & active
         kept = tuple(_chosen(which, run.minds, old) for which, old in zip(higher, state.kept, strict=True))
         self.state = Progress(
@@ -300,11 +308,11 @@ class Trials:
         )
         return {
             "round": epoch,
-            "validation": {name: _listed(row) for name, row in zip(_VALIDATION, found, strict=True)},
+            "validation": {name: _listed(row) for name, row in zip(_EXAMS, found, strict=True)},
             "training": {name: _listed(column) for name, column in gains._asdict().items()},
         }
 
-    def _judge(self, minds: Minds, epoch: int, phase: Phase) -> Any:
+    def _judge(self, minds: tuple[Minds, ...], epoch: int, phase: Phase) -> Any:
         epochs = jnp.full(len(self.experiments), epoch)
         return _judge(self._engine, self.method, phase, self._setup, self._seeds, minds, epochs)
 
@@ -335,11 +343,18 @@ def _judge(
     phase: Phase,
     setup: Setup,
     seeds: jax.Array,
-    minds: Minds,
+    minds: tuple[Minds, ...],
     epochs: jax.Array,
 ) -> Any:
-    def one(setup: Setup, seed: jax.Array, minds: Minds, epoch: jax.Array) -> Any:
-        return exam(setup, method, minds, exam_key(seed, epoch), phase)
+    """Scores [R, 2] of minds for an exam without noise, and of others for one with noise on every vector."""
+
+    def one(setup: Setup, seed: jax.Array, minds: tuple[Minds, ...], epoch: jax.Array) -> Any:
+        key = exam_key(seed, epoch)
+
+        def with_noise(share: jax.Array, minds: Minds) -> Any:
+            return exam(setup, method, minds, key, phase, share)
+
+        return engine.each(with_noise)(jnp.arange(2.0), jax.tree.map(lambda *both: jnp.stack(both), *minds))
 
     return engine.each_run(one)(setup, seeds, minds, epochs)
 

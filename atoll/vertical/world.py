@@ -119,10 +119,12 @@ class WorldSettings:
 class Stage:
     """A world and where it stands. Parties in one process share one; a party elsewhere keeps its own copy."""
 
-    def __init__(self, world: World, state: Any, phase: Phase = Phase.TRAIN) -> None:
+    def __init__(self, world: World, state: Any, phase: Phase = Phase.TRAIN, share: jax.Array | None = None) -> None:
+        """Episodes of a phase, in which a `share` of the vectors gets noise (None: as many as the phase has)."""
         self.world = world
         self.state = state
         self.phase = phase
+        self.share = share
 
     def move(self, action: jax.Array) -> Outcome:
         """Do joint actions [E]; in training, episodes that end make place for new ones."""
