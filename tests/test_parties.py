@@ -220,7 +220,8 @@ def _check_wire(machines: Machines, lead: RemoteTraining) -> None:
         assert len(numbers) > 2, name
         if machines.experiment is GRADIENT and name == "reward":
             numbers = numbers[numbers % 1 != 0]  # a grid's rewards are often whole numbers, and so are actions
-        assert not np.isin(numbers, values).any(), name
+        # Random floats have 23 bits: a weight that never moved may equal one of the head's by chance, but not two.
+        assert np.isin(numbers, values).sum() <= ("weights" in name), name
         flat = np.ravel(array)[:300]
         for pair in itertools.pairwise(flat):  # four bytes alone may be there by chance
             patterns = [np.asarray(pair, kind).tobytes() for kind in ("<f4", ">f4", "<f8")]
@@ -287,7 +288,7 @@ def test_a_party_that_sends_what_cannot_count_is_named(machines: Machines, spoil
         return (spoil(np.asarray(answers[0].array)),) if calls == ("act",) else answers
 
     machines.parties[1].tamper = tamper
-    lead = machines.lead(wait=0.5)
+    lead = machines.lead(wait=5.0)
     with pytest.raises(AtollError, match="party-2 has not been started again since it was refused; gave up after"):
         lead.run()
     assert any(line.startswith(why) for line in machines.said)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .networks import Head, Params, Views
 from .parties import Lead, Passive
@@ -121,7 +122,7 @@ class HostedPassive(_Hosted):
 
     def exam(self, phase: Phase, net: Params, key: jax.Array, noise: jax.Array) -> "HostedPassive":
         """The same party with the network `net` in an exam drawn from `key`; it draws its noise from another one."""
-        state = jax.tree.map(jax.numpy.copy, exam_peer(net, noise))
+        state = jax.tree.map(jnp.copy, exam_peer(net, noise))
         return HostedPassive(self.setup, self.place, state, self._set(phase, key))
 
 
@@ -183,7 +184,7 @@ class HostedLead(_Hosted):
 
     def exam(self, phase: Phase, net: Params, head: Head, key: jax.Array) -> "HostedLead":
         """The same party with these parameters in an exam drawn from `key`."""
-        state = jax.tree.map(jax.numpy.copy, exam_active(net, head, key))
+        state = jax.tree.map(jnp.copy, exam_active(net, head, key))
         return HostedLead(self.setup, 0, state, self._set(phase, key))
 
 
@@ -195,14 +196,18 @@ def host_passive(
     It draws its first weights and its noise from `secret`; without one from the seed, as in one process.
     """
     key = peer_key(seed, place) if secret is None else secret
-    make = jax.jit(lambda: (new_peer(setup, key, place, episodes), new_stage(setup.world, seed, episodes).state))
-    state, stage = make()
+    state, stage = _new(setup, place, episodes, key, jnp.uint32(seed))
     return HostedPassive(setup, place, state, Stage(setup.world, stage))
 
 
 def host_lead(setup: Setup, seed: int, episodes: int = 1, secret: jax.Array | None = None) -> HostedLead:
     """The active party of FRL before its first step; `secret` as for `host_passive`."""
     key = active_key(seed) if secret is None else secret
-    make = jax.jit(lambda: (new_active(setup, _FRL, key, episodes), new_stage(setup.world, seed, episodes).state))
-    state, stage = make()
+    state, stage = _new(setup, 0, episodes, key, jnp.uint32(seed))
     return HostedLead(setup, 0, state, Stage(setup.world, stage))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _new(setup: Setup, place: int, episodes: int, key: jax.Array, seed: jax.Array) -> tuple[Any, Any]:
+    make = functools.partial(new_peer, place=place) if place else functools.partial(new_active, method=_FRL)
+    return make(setup, key=key, episodes=episodes), new_stage(setup.world, seed, episodes).state

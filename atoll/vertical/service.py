@@ -163,9 +163,7 @@ class Service:
             raise Refused(str(error)) from error
         noise = experiment.learning.noise
         if noise.sigma < self._least_noise:
-            raise Refused(
-                f"its noise has deviation {noise.sigma:g}, and this party wants at least {self._least_noise:g}"
-            )
+            raise Refused(f"its noise has deviation {noise.sigma:g}; this party wants at least {self._least_noise:g}")
         if greeting["world"] != fingerprint(setup):
             raise Refused(
                 "its world is another one; let all parties have the same data (ATOLL_DATA) and the same Atoll"
