@@ -21,6 +21,7 @@ bench: setup
 	$(BIN)/python benchmarks/speed.py --torch .venv-bench/bin/python
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/server.py
+	$(BIN)/python benchmarks/parties.py
 	$(BIN)/python benchmarks/vertical.py --torch .venv-bench/bin/python
 
 setup: .venv/ready
@@ -28,7 +29,7 @@ setup: .venv/ready
 .venv/ready: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "Atoll needs Python 3.11 or newer; name one: make PYTHON=python3.12" && false)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -e ".[dev,flower]"
+	$(BIN)/pip install -q -e ".[dev,flower,parties]"
 	touch .venv/ready
 
 clean:

@@ -20,79 +20,130 @@ class CertsOptions:
 
     clients: int = 2
     """number of clients, with ids from 0; the command can be repeated with more"""
+    parties: int = 0
+    """instead: certificates for so many parties of a vertical federation, the leading one among them (docs/frl.md)"""
     host: str = "localhost"
     """names and addresses under which clients reach the server, with commas between"""
 
 
 def certs_command(arguments: list[str]) -> int:
-    """Certificates and keys for a server and its clients: atoll certs DIR --clients N [--host NAME,ADDRESS]."""
+    """Certificates and keys: atoll certs DIR --clients N [--host NAME,ADDRESS], or --parties N for FRL."""
     directory, rest = positional(arguments, "a folder")
     options = parse(CertsOptions, CertsOptions(), rest, "atoll certs DIR")
+    if options.parties:
+        need_parties()
+        make_party_certs(Path(directory), options.parties)
+        print(f"{directory}/lead is for the lead, {directory}/party-N for party N; {directory}/ca.key stays here")
+        return 0
     need_flower()
     make_certs(Path(directory), options.clients, options.host.split(","))
     print(f"{directory}/server is for the server, {directory}/client-ID for each client; {directory}/ca.key stays here")
     return 0
 
 
-def make_certs(folder: Path, clients: int, hosts: list[str]) -> None:
-    """Whatever is not there yet: a CA, the server's certificate and a key pair for each of `clients`."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
+class _Authority:
+    """Who signs the certificates of a folder: its ca.key and ca.crt, made when they are not there."""
 
-    require(clients >= 1, f"clients is {clients}; it must be at least 1")
-    server = folder / "server"
-    (server / "clients").mkdir(parents=True, exist_ok=True)
-    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    def __init__(self, folder: Path) -> None:
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    def name(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "ca.key").exists():
+            self._key: Any = load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        else:
+            self._key = self.new_key()
+            _write_secret(folder / "ca.key", _private_bytes(self._key))
+        if not (folder / "ca.crt").exists():
+            write_atomically(folder / "ca.crt", self._sign("Atoll CA", self._key, 10, []))
+        self.certificate = (folder / "ca.crt").read_bytes()
 
-    def certificate(subject: str, key: Any, issuer: str, issuer_key: Any, years: int, extra: list[Any]) -> bytes:
+    @staticmethod
+    def new_key() -> Any:
+        """A private key."""
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        return ec.generate_private_key(ec.SECP384R1())
+
+    def issue(self, folder: Path, stem: str, subject: str, hosts: list[str], server: bool) -> None:
+        """A key, a certificate for it that bears the names `hosts`, and the CA's; nothing where there is a key."""
+        from cryptography import x509
+
+        if (folder / f"{stem}.key").exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        key = self.new_key()
+        usage = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH if server else x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH
+        names = x509.SubjectAlternativeName([_general_name(x509, host) for host in hosts])
+        write_atomically(folder / "ca.crt", self.certificate)
+        certificate = self._sign(subject, key, 2, [names, x509.ExtendedKeyUsage([usage])])
+        write_atomically(folder / f"{stem}.crt", certificate)
+        _write_secret(folder / f"{stem}.key", _private_bytes(key))
+
+    def _sign(self, subject: str, key: Any, years: int, extra: list[Any]) -> bytes:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.serialization import Encoding
+
+        def name(text: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, text)])
+
         now = datetime.datetime.now(datetime.UTC)
-        ca = issuer_key is key
+        ca = key is self._key
         usage = x509.KeyUsage(
             not ca, False, False, False, False, ca, ca, False, False
         )  # sign messages, or certificates
-        builder = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name(issuer))
+        builder = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name("Atoll CA"))
         builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
         builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(now + years * _YEAR)
         builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
         builder = builder.add_extension(usage, critical=True)
         builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = builder.add_extension(authority, critical=False)
         for extension in extra:
             builder = builder.add_extension(extension, critical=False)
-        return builder.sign(issuer_key, hashes.SHA384()).public_bytes(pem)
+        return builder.sign(self._key, hashes.SHA384()).public_bytes(Encoding.PEM)
 
-    def private(key: Any, form: serialization.PrivateFormat) -> bytes:
-        return bytes(key.private_bytes(pem, form, plain))
 
-    if (folder / "ca.key").exists():
-        ca_key: Any = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    else:
-        ca_key = ec.generate_private_key(ec.SECP384R1())
-        _write_secret(folder / "ca.key", private(ca_key, serialization.PrivateFormat.PKCS8))
-        write_atomically(server / "ca.crt", certificate("Atoll CA", ca_key, "Atoll CA", ca_key, 10, []))
-    names = [_general_name(x509, host) for host in dict.fromkeys(["localhost", "127.0.0.1", "::1", *hosts]) if host]
-    key = ec.generate_private_key(ec.SECP384R1())
-    if not (server / "server.key").exists():
-        purpose = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
-        extra = [x509.SubjectAlternativeName(names), purpose]
-        write_atomically(server / "server.crt", certificate("Atoll server", key, "Atoll CA", ca_key, 2, extra))
-        _write_secret(server / "server.key", private(key, serialization.PrivateFormat.PKCS8))
+def make_certs(folder: Path, clients: int, hosts: list[str]) -> None:
+    """Whatever is not there yet: a CA, the server's certificate and a key pair for each of `clients`."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat, PublicFormat
+
+    require(clients >= 1, f"clients is {clients}; it must be at least 1")
+    authority, server = _Authority(folder), folder / "server"
+    (server / "clients").mkdir(parents=True, exist_ok=True)
+    names = [host for host in dict.fromkeys(["localhost", "127.0.0.1", "::1", *hosts]) if host]
+    authority.issue(server, "server", "Atoll server", names, server=True)
     for client in range(clients):
         mine = folder / f"client-{client}"
         if (mine / "client.key").exists():
             continue
         mine.mkdir(exist_ok=True)
-        pair = ec.generate_private_key(ec.SECP384R1())
-        public = pair.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        pair = authority.new_key()
+        public = pair.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         write_atomically(server / "clients" / f"{client}.pub", public + b"\n")
-        write_atomically(mine / "ca.crt", (server / "ca.crt").read_bytes())
-        _write_secret(mine / "client.key", private(pair, serialization.PrivateFormat.OpenSSH))
+        write_atomically(mine / "ca.crt", authority.certificate)
+        _write_secret(mine / "client.key", _private_bytes(pair, PrivateFormat.OpenSSH))
+
+
+def make_party_certs(folder: Path, parties: int) -> None:
+    """Whatever is not there yet: a CA, and a certificate with its name for the lead and for every passive party.
+
+    The lead's is good for calling and the others' for being called; addresses are not part of them.
+    """
+    require(parties >= 2, f"parties is {parties}; there are at least 2, the leading one and one more")
+    authority = _Authority(folder)
+    authority.issue(folder / "lead", "lead", "lead", ["lead"], server=False)
+    for place in range(1, parties):
+        name = f"party-{place}"
+        authority.issue(folder / name, name, name, [name], server=True)
+
+
+def _private_bytes(key: Any, form: Any = None) -> bytes:
+    """A private key as text, not encrypted."""
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return bytes(key.private_bytes(Encoding.PEM, form or PrivateFormat.PKCS8, NoEncryption()))
 
 
 def read_keys(certs: Path) -> dict[bytes, int]:
@@ -111,6 +162,15 @@ def read_keys(certs: Path) -> dict[bytes, int]:
         known[public_key_to_bytes(key)] = int(path.stem)
     require(bool(known), f"{certs}/clients holds no client's public key; make some: atoll certs DIR --clients N")
     return known
+
+
+def need_parties() -> None:
+    """Say what is missing for parties of a vertical federation on machines of their own."""
+    try:
+        import cryptography  # noqa: F401
+        import grpc  # noqa: F401
+    except ImportError as error:
+        raise AtollError("parties of their own need gRPC; install it with: pip install 'atoll[parties]'") from error
 
 
 def need_flower() -> None:

@@ -51,6 +51,7 @@ from .terminal import (
 )
 from .version import __version__
 from .vertical.commands import film_vertical, is_vertical, resume_vertical, run_vertical
+from .vertical.party import party_command
 
 T = TypeVar("T")
 
@@ -445,6 +446,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "join": join_command,
     "personalize": personalize_command,
     "export-flower": export_command,
+    "party": party_command,
 }
 
 

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 
 from .certs import check_files, need_flower, read_keys
@@ -23,6 +22,7 @@ from .client import Brings, Limits
 from .engines.terms import Terms
 from .errors import AtollError, require
 from .federation import Federation, ctrl_c
+from .machine import KEEP_COMPILED, keep_compiled
 from .recipes import RECIPES
 from .runs import write_atomically
 from .terminal import INTERRUPTED, base_federation, describe, free_name, host_and_port, option, parse, positional
@@ -31,10 +31,6 @@ from .version import __version__
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
 _AGAIN = 5.0  # seconds after which a client that was turned away tries again
 _IDLE = 1.0  # seconds at most between a client's looks for tasks
-_COMPILED = {  # JAX keeps every compiled program, for the next start
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
 _PROJECT = f"""[project]
 name = "atoll"
 version = "{__version__}"
@@ -164,9 +160,7 @@ def join_command(arguments: list[str]) -> int:
     config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
     write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
     os.environ.update(_environment(folder))
-    for name, value in _COMPILED.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    keep_compiled(folder)
     from .engines.supernode import Worker, pause
 
     print(f"client {options.client_id}: joining {address} with {words}; Ctrl-C leaves", flush=True)
@@ -326,7 +320,7 @@ def _environment(folder: Path) -> dict[str, str]:
             "JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / "compiled"),
             "ATOLL_PARENT": str(os.getpid()),  # what is started ends with this process
         }
-        | {name.upper(): str(value) for name, value in _COMPILED.items()}
+        | {name.upper(): str(value) for name, value in KEEP_COMPILED.items()}
     )
 
 

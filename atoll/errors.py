@@ -8,6 +8,10 @@ class AtollError(Exception):
     """Something the user gave cannot work. The message, one line, names the value and the remedy."""
 
 
+class Refused(Exception):
+    """A message that cannot count; the text says why."""
+
+
 def unknown(kind: str, name: str, options: Iterable[str]) -> AtollError:
     """Error for a `name` that is none of `options`, with the nearest one suggested."""
     known = sorted(options)

@@ -47,12 +47,7 @@ class RunFiles:
         self._keep = keep
         self._folder = path / "checkpoints"
         self._folder.mkdir(exist_ok=True)
-        self._lock = (path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise AtollError(f"{path} is in use by another process; wait for it or stop it") from None
+        self._lock = lock(path)
         self._logs: dict[str, TextIO] = {name: (path / name).open("a") for name in _LOGS}
         self._events: SummaryWriter | None = None
         self._segments: dict[int, int] = {}  # round of a rows file -> number of rows in it
@@ -207,6 +202,17 @@ class RunFiles:
         for r in old[:-1]:
             (self._folder / f"rows-{r:08d}.npz").unlink()
             del self._segments[r]
+
+
+def lock(folder: Path) -> TextIO:
+    """Keep other processes out of `folder` until the file returned is closed."""
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise AtollError(f"{folder} is in use by another process; wait for it or stop it") from None
+    return file
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

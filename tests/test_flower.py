@@ -30,7 +30,8 @@ from atoll.engines.flower import FlowerRun, client_app
 from atoll.engines.local import LocalEngine
 from atoll.engines.superlink import Guard
 from atoll.engines.terms import Terms
-from atoll.engines.wire import Refused, pack, unpack
+from atoll.engines.wire import pack, unpack
+from atoll.errors import Refused
 
 Mischief = Callable[[Message], Message | None]
 

@@ -234,17 +234,21 @@ def test_starts_are_apart_and_splits_are() -> None:
 # What crosses the boundary
 
 
-@pytest.fixture(scope="module")
-def conversation(quick_compilation: None) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
-    """Three parties with their own copies of the world, recorded: 4 steps, then 16 more with two updates each."""
-    setup, log = signals_setup(3), []
+def _talk(setup: Setup) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
+    """Parties with their own copies of the world, recorded: 4 steps, then 16 more with two updates each."""
+    log: list[protocol.Message] = []
     lead = host_lead(setup, 7, 2)
-    parties = tuple(host_passive(setup, 7, place, 2) for place in (1, 2))
+    parties = tuple(host_passive(setup, 7, place, 2) for place in range(1, setup.world.parties))
     peers = tuple(protocol.Recorded(party, log) for party in parties)
     seen = protocol.begin(lead, peers, Phase.TRAIN)
     for t in range(20):
         seen = protocol.step(lead, peers, seen, 2 if t >= 4 else 0)
     return lead, parties, seen, log
+
+
+@pytest.fixture(scope="module")
+def conversation(quick_compilation: None) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
+    return _talk(signals_setup(3))
 
 
 def test_one_program_computes_what_three_parties_compute(conversation: Any) -> None:
@@ -260,30 +264,47 @@ def test_one_program_computes_what_three_parties_compute(conversation: Any) -> N
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_no_message_holds_what_is_private(conversation: Any) -> None:
-    lead, parties, _, log = conversation
-    calls = {message.call for message in log}
-    assert calls == {"begin", "act", "values", "learn"}
-    told = np.unique(
-        np.concatenate([np.ravel(x) for m in log for x in jax.tree.leaves((m.sent, m.answer)) if hasattr(x, "dtype")])
-    )
-    targets = np.unique(np.concatenate([m.sent.target.array for m in log if m.call == "learn"]))
-    states = (lead.state, *(party.state for party in parties))
-    used = lead.state.memory.block
+def _told(log: list[protocol.Message]) -> np.ndarray:
+    numbers = [np.ravel(x) for m in log for x in jax.tree.leaves((m.sent, m.answer)) if hasattr(x, "dtype")]
+    return np.unique(np.concatenate(numbers))
 
-    def known(private: Any, told: np.ndarray = told) -> float:
-        return float(np.isin(np.asarray(private), told).mean())
 
-    assert known(targets) == 1
-    for state in states:
-        assert known(state.memory.views[0][:used]) == 0
+def _known(private: Any, told: np.ndarray) -> float:
+    return float(np.isin(np.asarray(private), told).mean())
+
+
+def _check_private(lead: Any, parties: tuple[Any, ...], told: np.ndarray) -> None:
+    """No observation and no private weight is among what was told."""
+    for state in (lead.state, *(party.state for party in parties)):
+        assert _known(state.memory.views[0][: lead.state.memory.block], told) == 0
         slow = state.slow[0] if isinstance(state.slow, tuple) else state.slow
         for net in (state.net, slow):
-            assert known(net["hidden"]["w"]) == 0
-            assert known(net["out"]["w"]) == 0
+            assert _known(net["hidden"]["w"], told) == 0
+            assert _known(net["out"]["w"], told) == 0
+
+
+def test_no_message_holds_what_is_private(conversation: Any) -> None:
+    lead, parties, _, log = conversation
+    assert {message.call for message in log} == {"begin", "act", "values", "learn"}
+    told = _told(log)
+    _check_private(lead, parties, told)
+    targets = np.unique(np.concatenate([m.sent.target.array for m in log if m.call == "learn"]))
+    assert _known(targets, told) == 1
+    used = lead.state.memory.block
     rewards, ended = (np.asarray(x[:used]) for x in (lead.state.rewards.reward, lead.state.rewards.ended))
-    assert known(rewards, np.setdiff1d(told, targets)) == 0
-    assert known(rewards[~ended], targets) == 0  # Y = r only at an episode's end: the method says that much
+    assert _known(rewards, np.setdiff1d(told, targets)) == 0
+    assert _known(rewards[~ended], targets) == 0  # Y = r only at an episode's end: the method says that much
+
+
+def test_nor_does_one_where_the_head_stays_with_the_lead(quick_compilation: None) -> None:
+    lead, parties, _, log = _talk(signals_setup(2, exchange="gradient"))
+    assert {message.call for message in log} == {"begin", "act", "values", "correct"}
+    told = _told(log)
+    _check_private(lead, parties, told)
+    assert _known(lead.state.rewards.reward[: lead.state.memory.block], told) == 0  # not even of the last steps
+    for head in (lead.state.head, lead.state.slow[1]):
+        assert _known(head.hidden["w"], told) == 0
+        assert _known(head.out["w"], told) == 0
 
 
 def test_messages_have_no_place_for_anything_else() -> None:

@@ -31,7 +31,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from ..algorithms.base import Trained
 from ..client import Brings, Home, Limits, check_id, member, recall
-from ..errors import AtollError, require
+from ..errors import AtollError, Refused, require
 from ..federation import Federation, Record, Run, Watcher
 from ..federation import train as train_run
 from ..problems.base import Params
@@ -45,7 +45,6 @@ from ..store import ClientStore
 from .local import LocalEngine, complete, draw_cohort
 from .terms import Terms
 from .wire import (
-    Refused,
     Report,
     Task,
     pack,

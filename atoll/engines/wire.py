@@ -16,15 +16,12 @@ import jax
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from ..errors import Refused
 from ..problems.base import Params
 from ..runs import named_leaves
 
 PROTOCOL = 1
 _MOST_SAMPLES = 2**31 - 1
-
-
-class Refused(Exception):
-    """A message that cannot count; the text says why."""
 
 
 class Task(NamedTuple):

@@ -133,7 +133,7 @@ def _train(trials: Trials, checkpoint_every: int) -> int:
     path, start = escape(str(trials.files.path)), time.monotonic()
     try:
         with progress_bar() as progress:
-            trials.advance(_tracker(progress, trials), checkpoint_every)
+            trials.advance(tracker(progress, trials.training.epochs, trials.epoch), checkpoint_every)
         if trials.interrupted:
             console.print(f"stopped after epoch {trials.epoch}; go on with: atoll resume {path}")
             return INTERRUPTED
@@ -154,18 +154,23 @@ def _finish(trials: Trials) -> str:
     if method.policy != "random":
         scores["random"] = Trials([dataclasses.replace(experiment, method="random")]).results()[0].quiet
     record: Record = {"round": trials.epoch, "test": {name: finite(score) for name, score in scores.items()}}
-    lines = [
-        f"{experiment.method}: {result.epochs} epochs, {result.steps} environment steps, best in validation tested",
-        "",
-        *score_header(record["test"]["quiet"]),
-        *(score_row(label, record["test"][name]) for name, label in labels(experiment).items() if name in scores),
-    ]
+    lines = table(experiment, result.epochs, result.steps, record["test"])
     if method.federated:
         record["privacy"] = str(account(experiment.learning.noise, trials.vectors))
         lines += ["", f"privacy of training: {record['privacy']}", "(validation and FRL-1 send vectors without noise)"]
     trials.note(record)
     trials.checkpoint()
     return "\n".join(lines)
+
+
+def table(experiment: Experiment, epochs: int, steps: int, test: Record) -> list[str]:
+    """The scores of a test, in lines of Markdown."""
+    return [
+        f"{experiment.method}: {epochs} epochs, {steps} environment steps, best in validation tested",
+        "",
+        *score_header(test["quiet"]),
+        *(score_row(label, test[name]) for name, label in labels(experiment).items() if name in test),
+    ]
 
 
 def labels(experiment: Experiment) -> dict[str, str]:
@@ -216,8 +221,9 @@ def _highlight(path: Path, experiment: Experiment, result: Result) -> None:
     console.print(f"all {len(found)} texts: {escape(str(file))}")
 
 
-def _tracker(progress: Progress, trials: Trials) -> Watcher:
-    task = progress.add_task("training", total=trials.training.epochs, completed=trials.epoch, figures="compiling")
+def tracker(progress: Progress, epochs: int, done: int) -> Watcher:
+    """Shows the figures of each epoch."""
+    task = progress.add_task("training", total=epochs, completed=done, figures="compiling")
 
     def watch(record: Record) -> None:
         progress.update(task, completed=record["round"], figures=figures(record))

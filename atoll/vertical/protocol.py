@@ -281,6 +281,11 @@ class Active(Protocol):
         ...
 
 
+def lesson(place: int, rows: Records, y: Target, first: Noised, now: tuple[Noised, ...], head: Head) -> Lesson:
+    """What the passive party at `place` (1, 2, ...) learns from: alpha's values, and what the other betas have sent."""
+    return Lesson(rows, y, (first, *now[: place - 1], *now[place:]), head)
+
+
 def begin(lead: Active, peers: tuple[Peer, ...], phase: Phase) -> tuple[Noised, ...]:
     """Start the episodes of `phase`; what the passive parties see."""
     lead.begin(phase)
@@ -300,7 +305,7 @@ def update(lead: Active, peers: tuple[Peer, ...]) -> None:
         lead.learn(rows, y, now)
         first, head = lead.share(rows), lead.head
         for i, peer in enumerate(peers):
-            head = peer.learn(Lesson(rows, y, (first, *now[:i], *now[i + 1 :]), head))
+            head = peer.learn(lesson(i + 1, rows, y, first, now, head))
         lead.adopt(head)
     else:
         wanted = lead.slopes(rows, y, now)

@@ -19,7 +19,7 @@ from . import protocol
 from .networks import Head, Params, Views
 from .parties import ActiveState, Lead, Learning, Passive, PassiveState, new_lead, new_passive
 from .protocol import Noised, Phase
-from .world import Played, Stage, World
+from .world import Outcome, Played, Stage, World
 
 
 class Method(NamedTuple):
@@ -72,6 +72,11 @@ class Training:
         """Steps of all episodes together in an epoch."""
         return math.ceil((self.epoch or world.epoch) / self.parallel)
 
+    @property
+    def joint_warmup(self) -> int:
+        """Steps of all episodes together before the first update."""
+        return 2 + math.ceil(self.warmup / self.parallel)
+
 
 class Minds(NamedTuple):
     """What has been learned."""
@@ -113,8 +118,9 @@ def prepared(method: Method, learning: Learning) -> Learning:
 def begin(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> Run:
     """A run before its first step."""
     stage = new_stage(setup.world, seed, episodes)
-    lead = new_active(setup, method, seed, episodes)
-    peers = tuple(new_peer(setup, seed, place, episodes) for place in _places(method, setup.world))
+    lead = new_active(setup, method, active_key(seed), episodes)
+    places = _places(method, setup.world)
+    peers = tuple(new_peer(setup, peer_key(seed, place), place, episodes) for place in places)
     cast = _cast(setup, method, Run(lead, peers, stage.state, ()), stage)
     return _packed(*cast, protocol.begin(*cast, Phase.TRAIN))
 
@@ -124,19 +130,29 @@ def new_stage(world: World, seed: jax.Array | int, episodes: int) -> Stage:
     return Stage(world, world.fresh(draw_key(seed, 0), episodes))
 
 
-def new_active(setup: Setup, method: Method, seed: jax.Array | int, episodes: int) -> ActiveState:
-    """The leading party of a seed."""
+def active_key(seed: jax.Array | int) -> jax.Array:
+    """What the leading party draws from."""
+    return draw_key(seed, 1)
+
+
+def new_active(setup: Setup, method: Method, key: jax.Array, episodes: int) -> ActiveState:
+    """The leading party."""
     world, views = setup.world, _views(method, setup.world)
     parties = 1 + len(_places(method, world))
     shapes, kept = tuple(world.shapes[i] for i in views), tuple(_kept(world)[i] for i in views)
-    return new_lead(draw_key(seed, 1), setup.learning, setup.network, shapes, world.actions, parties, kept, episodes)
+    return new_lead(key, setup.learning, setup.network, shapes, world.actions, parties, kept, episodes)
 
 
-def new_peer(setup: Setup, seed: jax.Array | int, place: int, episodes: int) -> PassiveState:
-    """The passive party of a seed that sees the view number `place`."""
+def peer_key(seed: jax.Array | int, place: int) -> jax.Array:
+    """What the passive party at `place` draws its first weights and its noise from."""
+    return draw_key(seed, 1 + place)
+
+
+def new_peer(setup: Setup, key: jax.Array, place: int, episodes: int) -> PassiveState:
+    """The passive party that sees the view number `place`."""
     world = setup.world
     return new_passive(
-        draw_key(seed, 1 + place),
+        key,
         setup.learning,
         setup.network,
         world.shapes[place],
@@ -191,6 +207,57 @@ def _repeat(lead: Lead, peers: tuple[Passive, ...], times: int, lesson: Callable
     put(jax.lax.fori_loop(0, times, body, states()))
 
 
+class Tally(NamedTuple):
+    """How episodes [E] have gone so far."""
+
+    alive: Any
+    success: Any
+    steps: Any
+    reward: Any
+
+    @staticmethod
+    def blank(optimal: jax.Array) -> "Tally":
+        """Of episodes before their first step, of which those with 0 `optimal` steps do not count."""
+        zero = jnp.zeros(optimal.shape)
+        return Tally(optimal > 0, zero > 0, jnp.zeros_like(optimal), zero)
+
+    def note(self, outcome: Outcome) -> "Tally":
+        """With one step more."""
+        return Tally(
+            self.alive & ~outcome.ended,
+            self.success | outcome.success,
+            self.steps + self.alive,
+            self.reward + outcome.reward,
+        )
+
+    def played(self, optimal: jax.Array) -> Played:
+        """Of episodes that have ended, of which the best need `optimal` steps [E]."""
+        return Played(optimal, self.steps, self.reward, self.success)
+
+
+def exam_key(seed: jax.Array | int, epoch: jax.Array | int) -> jax.Array:
+    """What an exam draws from; the epoch of a test is 0."""
+    return jax.random.fold_in(draw_key(seed, 99), epoch)
+
+
+_NOTHING: Any = None  # no memory: nobody writes one outside of training
+
+
+def exam_active(net: Params, head: Head | None, key: jax.Array) -> ActiveState:
+    """The leading party in an exam."""
+    return ActiveState(net, head, (_NOTHING, _NOTHING), *(_NOTHING,) * 3, key, *(_NOTHING,) * 3)
+
+
+def exam_peer(net: Params, key: jax.Array) -> PassiveState:
+    """A passive party in an exam, which draws its noise from `key`."""
+    return PassiveState(net, _NOTHING, _NOTHING, _NOTHING, key, _NOTHING, _NOTHING)
+
+
+def exam_peer_key(key: jax.Array, place: int) -> jax.Array:
+    """What the passive party at `place` draws from in an exam."""
+    return jax.random.fold_in(key, place)
+
+
 def exam(
     setup: Setup, method: Method, minds: Minds, key: jax.Array, phase: Phase, share: jax.Array | None = None
 ) -> Any:
@@ -213,31 +280,23 @@ def play(
     """
     world = setup.world
     state = world.exam(phase, key)
-    nothing: Any = None  # no memory: nobody writes one outside of training
-    lead = ActiveState(minds.lead, minds.head, (nothing, nothing), *(nothing,) * 3, key, *(nothing,) * 3)
-    peers = tuple(
-        PassiveState(net, nothing, nothing, nothing, jax.random.fold_in(key, i + 1), nothing, nothing)
-        for i, net in enumerate(minds.peers)
-    )
+    lead = exam_active(minds.lead, minds.head, key)
+    peers = tuple(exam_peer(net, exam_peer_key(key, i + 1)) for i, net in enumerate(minds.peers))
     run = Run(lead, peers, state, ())
     cast = _cast(setup, method, run, Stage(world, state, phase, share))
     run = _packed(*cast, protocol.begin(*cast, phase))
     optimal = world.optimal(state)
 
-    def body(carry: tuple[Run, Any], _: None) -> tuple[tuple[Run, Any], Any]:
-        run, (alive, success, steps, reward) = carry
+    def body(carry: tuple[Run, Tally], _: None) -> tuple[tuple[Run, Tally], Any]:
+        run, tally = carry
         lead, peers = _cast(setup, method, run, Stage(world, run.stage, phase, share))
         seen = protocol.step(lead, peers, run.seen)
-        outcome = lead.outcome
-        assert outcome is not None
-        totals = (alive & ~outcome.ended, success | outcome.success, steps + alive, reward + outcome.reward)
+        assert lead.outcome is not None
         run = _packed(lead, peers, seen)
-        return (run, totals), trace(run.stage)
+        return (run, tally.note(lead.outcome)), trace(run.stage)
 
-    counted, zero = optimal > 0, jnp.zeros(optimal.shape)
-    start = (run, (counted, zero > 0, jnp.zeros_like(optimal), zero))
-    (run, (_, success, steps, reward)), traces = jax.lax.scan(body, start, None, length=world.limit)
-    return run.stage, Played(optimal, steps, reward, success), traces
+    (run, tally), traces = jax.lax.scan(body, (run, Tally.blank(optimal)), None, length=world.limit)
+    return run.stage, tally.played(optimal), traces
 
 
 def _cast(setup: Setup, method: Method, run: Run, stage: Stage) -> tuple[Lead, tuple[Passive, ...]]:

@@ -41,8 +41,8 @@ from .training import (
     Training,
     advance,
     begin,
-    draw_key,
     exam,
+    exam_key,
     prepared,
 )
 from .world import WorldSettings
@@ -99,6 +99,10 @@ class Experiment:
         require(isinstance(experiment.world, WorldSettings), "config.world: its kind is not that of a world")
         require(hasattr(experiment.network, "apply"), "config.network: its kind is not that of a network")
         return experiment
+
+    def setup(self) -> Setup:
+        """The world and what learns in it."""
+        return Setup(self.world.build(), prepared(METHODS[self.method], self.learning), self.network)
 
     def run(self, directory: str | Path | None = None, watch: Watcher | None = None) -> "Result":
         """Train and test."""
@@ -208,15 +212,9 @@ class Trials:
     @property
     def vectors(self) -> int:
         """Q-vectors that a passive party has sent in training."""
-        steps, learning = self.epoch * self.steps_of_epoch, self.experiments[0].learning
-        return vectors_sent(learning, steps, self.training.updates, self.training.parallel) + (
-            self._warmup * self.training.parallel
-        )
-
-    @property
-    def _warmup(self) -> int:
-        """Joint steps before the first update."""
-        return 2 + math.ceil(self.training.warmup / self.training.parallel)
+        training, steps = self.training, self.epoch * self.steps_of_epoch
+        sent = vectors_sent(self.experiments[0].learning, steps, training.updates, training.parallel)
+        return sent + training.joint_warmup * training.parallel
 
     @property
     def steps_of_epoch(self) -> int:
@@ -280,7 +278,7 @@ class Trials:
         if self.state is None:
             self.state = self._fresh()
             if self.method.policy != "random":
-                self.train(self._warmup, 0)
+                self.train(self.training.joint_warmup, 0)
         return self.state
 
     def train(self, steps: int | None = None, updates: int | None = None) -> Gains:
@@ -351,7 +349,7 @@ def _judge(
     """Scores [R, 2] of minds for an exam without noise, and of others for one with noise on every vector."""
 
     def one(setup: Setup, seed: jax.Array, minds: tuple[Minds, ...], epoch: jax.Array) -> Any:
-        key = jax.random.fold_in(draw_key(seed, 99), epoch)
+        key = exam_key(seed, epoch)
 
         def with_noise(share: jax.Array, minds: Minds) -> Any:
             return exam(setup, method, minds, key, phase, share)
