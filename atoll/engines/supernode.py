@@ -12,6 +12,7 @@ The SuperNode needs nothing of Atoll's but this file, so it is started without t
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -22,18 +23,21 @@ from flwr.supercore import heartbeat
 from flwr.supercore.app_utils import start_parent_process_monitor
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_and_inflate_object_from_tree
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.retry import http_retry
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode import fleet_http_connection as fleet
 from flwr.supernode import start_client_internal as node
 from flwr.supernode.cli import flower_supernode
+from flwr.supernode.runtime import run_clientapp
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 _SOONEST, _LATEST = 0.2, 3.0  # seconds between looks for messages; Flower's own SuperNode takes 3
 _PATIENCE = 4.0  # who has been idle for a while looks again after so many times less
 _HEARTBEAT = 10  # seconds; a client that is silent for two of them counts as gone. Flower's own SuperNode takes 30
 _RETRY = 5  # seconds at most between tries to reach a server that is away; Flower's own SuperNode takes 20
+_ARRIVAL = 30.0  # seconds that a message may take to arrive once it has begun to
 _REPLY = 0.05  # seconds between looks for the worker's reply, on this machine; Flower's own takes 0.5
 
 
@@ -44,6 +48,10 @@ class Worker:
         from .flower import client_app
 
         self._address, self._app = address, client_app()
+        # A task is there before all of its message is. Flower looks for the rest every second or more, for two hours.
+        run_clientapp.pull_and_inflate_object_from_tree = partial(  # type: ignore[attr-defined]
+            pull_and_inflate_object_from_tree, max_time=_ARRIVAL, initial_backoff=_REPLY, backoff_cap=1.0
+        )
         self._tasks = RuntimeHttpClient.from_server_address(
             address, True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
         )
@@ -57,6 +65,8 @@ class Worker:
             self._do(found.token)
         except httpx.HTTPError:  # the SuperNode is not up yet, or has gone
             return False
+        except ObjectPullError as error:  # the server went away while it sent the task
+            print(f"task lost: {error}", flush=True)
         return True
 
     def _do(self, token: str) -> None:
