@@ -117,7 +117,7 @@ def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
     assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
     assert said[-1].startswith("8/8")
     after = json.loads(one.read_text())
-    assert before == after  # alone as beside two others
+    assert all(before[key] == after[key] for key in ("settings", "method", "seed", "epochs", "steps"))
     assert not list((item.folder / "programs").iterdir())
     text = item.table()
     assert "| DQN-alpha |" in text
