@@ -212,10 +212,10 @@ def test_missing_maps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_expert_needs_the_optimal_number_of_steps() -> None:
     grid = GridWorld(maps="generated", counts=(50, 10, 60)).build()
     state = first = grid.exam(Phase.TEST, jax.random.key(0))
-    needed = np.zeros(len(state.over), int)
+    needed, step = np.zeros(len(state.over), int), jax.jit(lambda state: grid.step(state, grid.expert(state)))
     while not np.all(state.over):
         needed += ~np.asarray(state.over)
-        state, outcome = grid.step(state, grid.expert(state))
+        state, outcome = step(state)
         assert np.all(np.asarray(outcome.reward)[~np.asarray(outcome.ended)] > -20)
     np.testing.assert_array_equal(needed, grid.optimal(first))
 
@@ -482,19 +482,16 @@ def test_imitation_learns_the_expert() -> None:
     assert result.quiet.success > 0.95
 
 
-def test_a_run_is_the_same_again_and_beside_others() -> None:
-    learning, budget = Learning(batch=8, replay=200), Training(epoch=60, parallel=2, updates=2)
+def test_a_run_has_the_same_numbers_beside_others() -> None:
+    learning, budget = Learning(batch=8, replay=200), Training(epoch=40, parallel=2)
     four, five = (Experiment(Signals(), "frl", learning, DenseNetwork(8), budget, seed) for seed in (4, 5))
     alone, beside = Trials([five]), Trials([four, five])
     for trials in (alone, beside):
         trials.train()
-    first, (_, second) = alone.begin().run.minds, ((row(beside.begin().run.minds, i)) for i in (0, 1))
-    for x, z in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(x[0], z)
-
-
-def row(tree: Any, i: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[i], tree)
+    single, both = (jax.tree.leaves(trials.begin().run.minds) for trials in (alone, beside))
+    for x, z in zip(single, both, strict=True):
+        np.testing.assert_allclose(x[0], z[1], rtol=1e-4, atol=1e-6)
+    assert not np.allclose(both[0][0], both[0][1], rtol=1e-2)
 
 
 def test_training_stops_when_validation_stays_the_same() -> None:

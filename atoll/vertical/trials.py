@@ -1,7 +1,7 @@
 """Experiments of vertical federation: settings, training epoch by epoch, early stopping, files, test.
 
 Experiments that differ only in numbers (seeds, rates, the grid's setting, the fold that is scored) train as one
-program: in turn on a CPU, side by side on a GPU. Each gets the numbers it would have had alone.
+program: in turn on a CPU, side by side on a GPU. Each gets the numbers it would have had alone, but for rounding.
 """
 
 import dataclasses
