@@ -102,12 +102,12 @@ def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(VERTICAL, "frl/grid-8", VerticalRecipe("", SMALL))
-    item = Table1(methods=("random", "dqn-alpha"), epochs=2, seeds=2, together=3, out=tmp_path)
+    item = Table1(methods=("dqn-alpha",), epochs=2, seeds=2, together=4, out=tmp_path)
     said: list[str] = []
     assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
-    assert said[-1].startswith("8/8")
+    assert said[-1].startswith("4/4")
     cells = sorted((item.folder / "cells").glob("*.json"))
-    assert len(cells) == 8
+    assert len(cells) == 4
     one = item.folder / "cells" / "8x8-as-published-dqn-alpha-seed1.json"
     before = json.loads(one.read_text())
     assert before["epochs"] == 2
@@ -115,7 +115,7 @@ def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
     one.unlink()
     said.clear()
     assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
-    assert said[-1].startswith("8/8")
+    assert said[-1].startswith("4/4")
     after = json.loads(one.read_text())
     assert all(before[key] == after[key] for key in ("settings", "method", "seed", "epochs", "steps"))
     assert not list((item.folder / "programs").iterdir())
@@ -124,9 +124,6 @@ def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
     assert "*88.27*" in text
     assert "FRL-1" not in text
     assert (item.folder / "table1.png").exists()
-    longer = dataclasses.replace(item, epochs=3)
-    assert longer.reproduce(lambda *_: None)
-    assert json.loads(one.read_text())["epochs"] == 3
 
 
 @pytest.fixture(scope="module")

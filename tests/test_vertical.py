@@ -465,21 +465,28 @@ def train(
 EASY = Learning(noise=Noise(sigma=0.1), explore_steps=500, replay=2000, rate=3e-3, positive=0.5)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _success(setup: Setup, method: training.Method, steps: int, episodes: int) -> jax.Array:
+    """In the test after so many joint steps: without noise, and with noise on every vector."""
+    run = training.begin(setup, method, 0, episodes)
+    if steps:
+        run, _ = training.advance(setup, method, run, steps, 1)
+    exam = functools.partial(training.exam, setup, method, run.minds, jax.random.key(1), Phase.TEST)
+    return jax.vmap(lambda share: exam(share).success)(jnp.arange(2.0))
+
+
 def test_parties_learn_together_what_neither_can_alone() -> None:
-    budget = Training(epochs=4, epoch=1200, parallel=4)
-    scores = {
-        name: train(Signals(), name, EASY, budget, DenseNetwork(32))[0][0] for name in ("random", "dqn-alpha", "frl")
-    }
-    assert scores["random"].quiet.success < 0.6
-    assert scores["dqn-alpha"].quiet.success < 0.9
-    assert scores["frl"].quiet.success > 0.95
-    assert scores["frl"].noised.success > 0.9
+    setup = Setup(Signals(), EASY, DenseNetwork(32))
+    assert max(_success(setup, METHODS["random"], 0, 4)) < 0.6
+    assert max(_success(setup, METHODS["dqn-alpha"], 1200, 4)) < 0.9
+    quiet, noised = _success(setup, METHODS["frl"], 1200, 4)
+    assert quiet > 0.95
+    assert noised > 0.9
 
 
 def test_imitation_learns_the_expert() -> None:
-    budget = Training(epochs=2, epoch=600)
-    (result,), _ = train(Signals(), "cnn-full", Learning(replay=1000, rate=3e-3), budget, DenseNetwork(32))
-    assert result.quiet.success > 0.95
+    setup = Setup(Signals(), Learning(replay=1000, rate=3e-3), DenseNetwork(32))
+    assert _success(setup, METHODS["cnn-full"], 1200, 1)[0] > 0.95
 
 
 def test_a_run_has_the_same_numbers_beside_others() -> None:
@@ -487,6 +494,7 @@ def test_a_run_has_the_same_numbers_beside_others() -> None:
     four, five = (Experiment(Signals(), "frl", learning, DenseNetwork(8), budget, seed) for seed in (4, 5))
     alone, beside = Trials([five]), Trials([four, five])
     for trials in (alone, beside):
+        trials.state = trials._fresh()
         trials.train()
     single, both = (jax.tree.leaves(trials.begin().run.minds) for trials in (alone, beside))
     for x, z in zip(single, both, strict=True):
