@@ -16,7 +16,7 @@ from atoll.recipes import with_budget
 @pytest.fixture(autouse=True)
 def _devices_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """JAX has started already in this process, and runs belong in a folder of their own."""
-    monkeypatch.setattr(cli, "_engine", lambda count: atoll.LocalEngine.of())
+    monkeypatch.setattr(cli, "_engine", lambda count, peers=(): atoll.LocalEngine.of())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATOLL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ATOLL_DATA", raising=False)

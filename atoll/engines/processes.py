@@ -151,22 +151,26 @@ def find_leader(address: tuple[str, int], processes: int, number: int, patience:
     while True:
         try:
             connection = socket.create_connection(address, _GREETING)
-            break
         except OSError as error:
-            if time.monotonic() > end:
-                raise AtollError(
-                    f"process 0 is not at {address[0]}:{address[1]} ({error}); start it, with the same --coordinator"
-                ) from error
-            time.sleep(_AGAIN)
-    connection.settimeout(None)
-    peer = Peer(connection, 0)
-    try:
-        peer.send({"atoll": __version__, "processes": processes, "process": number})
-        peer.receive()
-    except AtollError:
-        peer.close()
-        raise
-    return peer
+            problem: Exception = error
+        else:
+            peer = Peer(connection, 0)
+            try:
+                peer.send({"atoll": __version__, "processes": processes, "process": number})
+                peer.receive()
+                connection.settimeout(None)
+                return peer
+            except Lost as error:  # who listens there is not, or not yet, the first process
+                problem = error
+                peer.close()
+            except AtollError:
+                peer.close()
+                raise
+        if time.monotonic() > end:
+            raise AtollError(
+                f"process 0 is not at {address[0]}:{address[1]} ({problem}); start it, with the same --coordinator"
+            ) from problem
+        time.sleep(_AGAIN)
 
 
 def find_cluster() -> tuple[tuple[str, int], int, int]:
