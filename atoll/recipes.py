@@ -181,7 +181,7 @@ def _texts(data: str, what: str) -> VerticalRecipe:
         f"FRL: two parties select the words that name actions in {what}; one knows their parts of speech, one vectors",
         Experiment(
             TextWorld(data=data),
-            learning=Learning(replay=50_000),
+            learning=Learning(replay=50_000, slow=0),
             network=TextNetwork(),
             training=Training(epochs=20, patience=5),
         ),

@@ -39,7 +39,7 @@ class Learning:
     """share of them drawn from those with a positive reward"""
     replay: int = 100_000
     """records remembered"""
-    slow: int = 0
+    slow: int = 1000
     """updates after which the slow copies, which compute targets, are renewed; 0: never, as in the authors' FRL"""
     explore_first: float = 1.0
     """probability of a random action at the start"""
