@@ -8,7 +8,6 @@ checkpoint.
 
 import dataclasses
 import itertools
-import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -29,7 +28,7 @@ from ..runs import read_lines
 from ..server import WEIGHTINGS, Server
 from ..settings import parse_spec
 from .cells import Cell, Job, Track, train_jobs, verdict
-from .show import band, finish, header, row, shown, written
+from .show import Shown, band, finish, header, row, shown
 
 # Algorithm and weighting.
 METHODS = {
@@ -103,7 +102,7 @@ def paper(setting: Setting, method: str) -> float | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class Item(Shown):
     """Settings of every item."""
 
     scale: Literal["quick", "paper"] = "quick"
@@ -144,11 +143,6 @@ class Item:
         for method in self.methods:
             parse_spec("method", WEIGHTINGS, _what(method)[1])
         check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
-
-    @property
-    def kind(self) -> str:
-        """The item's name in files."""
-        return type(self).__name__.lower()
 
     @property
     def folder(self) -> Path:
@@ -216,15 +210,6 @@ class Item:
         alone = jax.default_backend() == "cpu" and self.together is None
         workers = len(cores()) if alone else 1
         return train_jobs(self.jobs(), self.folder, _results, _figures, track, self.together or 40, workers)
-
-    def table(self) -> str:
-        """The results in Markdown; also written beside them, as JSON, Markdown and a picture."""
-        cells = [json.loads((self.folder / "cells" / f"{name}.json").read_text()) for name in self.jobs()]
-        return written(self.folder, self.kind, self.text(cells), cells, self.picture(cells))
-
-    def text(self, cells: list[Cell]) -> str:
-        """The item's tables."""
-        raise NotImplementedError
 
     def picture(self, cells: list[Cell]) -> Figure:
         """Accuracy by round."""

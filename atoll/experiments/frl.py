@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..errors import check_counts
-from ..machine import cores
+from ..machine import cores, keep_compiled
 from ..recipes import VERTICAL
 from ..report.report import COLOURS
 from ..runs import write_atomically
@@ -31,7 +31,7 @@ from ..vertical.text2action import Selection
 from ..vertical.training import MethodName
 from ..vertical.trials import Record, Watcher
 from .cells import Cell, Track, run_cells, verdict
-from .show import band, finish, header, row, shown, written
+from .show import Shown, band, finish, header, row, shown
 
 # A row of a table: its name, the method, and whether noise is on every vector of the test.
 ROWS: dict[str, tuple[MethodName, str]] = {
@@ -109,7 +109,7 @@ class Job(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class Item(Shown):
     """Settings of every item."""
 
     scale: Literal["quick", "paper"] = "quick"
@@ -133,11 +133,6 @@ class Item:
 
     def __post_init__(self) -> None:
         check_counts(epochs=self.epochs, together=self.together)
-
-    @property
-    def kind(self) -> str:
-        """The item's name in files."""
-        return type(self).__name__.lower()
 
     @property
     def folder(self) -> Path:
@@ -191,7 +186,7 @@ class Item:
             for name, job in jobs.items() if finished else ():
                 shutil.rmtree(_place({name: job}, self.folder), ignore_errors=True)
             return finished
-        jax.config.update("jax_compilation_cache_dir", str(self.folder / "compiled"))
+        keep_compiled(self.folder)
         missing = {name: job for name, job in jobs.items() if not (cells / f"{name}.json").exists()}
         done = len(jobs) - len(missing)
         for batch in _programs(missing, self.together or 32):
@@ -205,19 +200,6 @@ class Item:
             done += len(batch)
             track(done, len(jobs), f"done: {_words(batch)}")
         return True
-
-    def table(self) -> str:
-        """The results in Markdown; also written beside them, as JSON, Markdown and a picture."""
-        cells = [json.loads((self.folder / "cells" / f"{name}.json").read_text()) for name in self.jobs()]
-        return written(self.folder, self.kind, self.text(cells), cells, self.picture(cells))
-
-    def text(self, cells: list[Cell]) -> str:
-        """The item's tables."""
-        raise NotImplementedError
-
-    def picture(self, cells: list[Cell]) -> Figure:
-        """The item's picture."""
-        raise NotImplementedError
 
     def panels(self) -> tuple[Figure, dict[tuple[str, str], Any]]:
         """A canvas with axes for every world and setting."""

@@ -1,7 +1,7 @@
 """How reproductions show their results: rows of Markdown, curves over seeds."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,37 @@ def written(folder: Path, kind: str, text: str, cells: list[Cell], picture: Figu
     (folder / f"{kind}.json").write_text(f"[\n{rows}\n]\n")
     picture.savefig(folder / f"{kind}.png", dpi=130)
     return f"{text}\n\n{folder}/{kind}.md, {kind}.json, {kind}.png"
+
+
+class Shown:
+    """An item whose results, a cell for each of its jobs, become a text and a picture."""
+
+    @property
+    def kind(self) -> str:
+        """The item's name in files."""
+        return type(self).__name__.lower()
+
+    @property
+    def folder(self) -> Path:
+        """Where this item's results are."""
+        raise NotImplementedError
+
+    def jobs(self) -> Mapping[str, Any]:
+        """All runs, by name."""
+        raise NotImplementedError
+
+    def text(self, cells: list[Cell]) -> str:
+        """The item's tables."""
+        raise NotImplementedError
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """The item's picture."""
+        raise NotImplementedError
+
+    def table(self) -> str:
+        """The results in Markdown; also written beside them, as JSON, Markdown and a picture."""
+        cells = [json.loads((self.folder / "cells" / f"{name}.json").read_text()) for name in self.jobs()]
+        return written(self.folder, self.kind, self.text(cells), cells, self.picture(cells))
 
 
 def header(names: Sequence[str]) -> str:
