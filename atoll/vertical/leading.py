@@ -127,7 +127,7 @@ _EXAMS = (Phase.VALIDATE, Phase.VALIDATE_NOISED)
 
 
 class RemoteTraining:
-    """`training.train` for method frl and one seed, with the passive parties elsewhere."""
+    """What `Trials` does for one experiment of method frl, with the passive parties elsewhere."""
 
     step: int  # joint steps done
     lead: HostedLead
