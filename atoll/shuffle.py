@@ -38,9 +38,12 @@ def shuffled(words: jax.Array, position: jax.Array, n: jax.Array | int) -> jax.A
     place = position.astype(jnp.int32)
     epoch = _mix(words[1] ^ (place // size).astype(jnp.uint32))
     place = place % size
-    for round_ in range(_ROUNDS):
-        secret = _mix(words[0] + jnp.uint32(2 * round_ + 1) * jnp.uint32(0x9E3779B9) ^ epoch)
-        partner = (secret % size.astype(jnp.uint32)).astype(jnp.int32) - place
+    odd = jnp.arange(1, 2 * _ROUNDS, 2, dtype=jnp.uint32).reshape(_ROUNDS, *[1] * place.ndim)
+    secrets = _mix(words[0] + odd * jnp.uint32(0x9E3779B9) ^ epoch)
+    # Kept out of the rounds: a CPU has no division of vectors, and what is compiled with one is not vectorised either.
+    sums = jax.lax.optimization_barrier(secrets % size.astype(jnp.uint32)).astype(jnp.int32)
+    for secret, sum_ in zip(secrets, sums, strict=True):
+        partner = sum_ - place
         partner = jnp.where(partner < 0, partner + size, partner)
         coin = _mix(jnp.maximum(place, partner).astype(jnp.uint32) ^ _mix(secret + jnp.uint32(1))) >> 31
         place = jnp.where(coin == 1, partner, place)
