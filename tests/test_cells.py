@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +61,37 @@ def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkey
     for name, (_, about, _) in jobs(2, 2).items():
         cell = json.loads((tmp_path / "cells" / f"{name}.json").read_text())
         assert {key: cell[key] for key in ("samples", "seed", "curve")} == about | {"curve": [[2]]}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    wait = "import os, pathlib, time; pathlib.Path('{}').write_text(str(os.getpid())); time.sleep(600)"
+    files = [tmp_path / "a", tmp_path / "b"]
+    program = (
+        "from functools import partial; from pathlib import Path; from atoll.experiments.cells import run_cells\n"
+        "if __name__ == '__main__':\n"
+        f"    jobs = {{name: partial(exec, text) for name, text in {[(f.name, wait.format(f)) for f in files]}}}\n"
+        f"    run_cells(jobs, Path({str(tmp_path / 'cells')!r}), lambda *said: None, 2)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "program.py")])
+    try:
+        _until(lambda: all(file.exists() and file.read_text() for file in files))
+    finally:
+        parent.kill()
+        parent.wait()
+    _until(lambda: not any(_runs(int(file.read_text())) for file in files))
+
+
+def _until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # not yet collected
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -181,12 +182,21 @@ def _settle(free: Any, cache: str) -> None:
 
     Workers share what they compile, and use the widest vectors of their processor.
     """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     core = free.get()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_prefer_vector_width=512"
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that started it is gone, even if that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)
 
 
 def read_cells(folder: Path) -> list[Cell]:
