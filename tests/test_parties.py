@@ -25,10 +25,12 @@ from test_vertical import Signals
 from atoll.certs import make_party_certs
 from atoll.cli import main
 from atoll.errors import AtollError, Refused
+from atoll.recipes import VERTICAL
 from atoll.vertical import training, trials, wire
 from atoll.vertical.leading import RemoteTraining, Terms
 from atoll.vertical.networks import DenseNetwork
 from atoll.vertical.parties import Learning
+from atoll.vertical.party import _prepare
 from atoll.vertical.protocol import Phase
 from atoll.vertical.remote import RemotePeer, refusal
 from atoll.vertical.service import Service, serve
@@ -413,6 +415,23 @@ def test_words_that_cannot_work_are_named(tmp_path: Path, capsys: pytest.Capture
     secret = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.key"))
     assert secret == ["ca.key", "lead/lead.key", "party-1/party-1.key", "party-2/party-2.key"]
     assert all((tmp_path / path).stat().st_mode & 0o077 == 0 for path in secret)
+
+
+def test_a_folder_of_a_lead_is_reported_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = VERTICAL["frl/grid-8"].experiment
+    run = _prepare(tmp_path, experiment)
+    assert _prepare(tmp_path, experiment) == run
+    with pytest.raises(AtollError, match="other settings"):
+        _prepare(tmp_path, dataclasses.replace(experiment, seed=1))
+    line = {"round": 1, "validation": {"quiet": 0.25, "noised": 0.5}, "training": {"reward": -1.0, "loss": 2.0}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "50.0% with noise" in capsys.readouterr().out
+    for command in ("resume", "film"):
+        assert main([command, str(tmp_path)]) == 2
+        assert f"atoll party lead ... --name {tmp_path.name}" in capsys.readouterr().err
 
 
 def test_a_killed_process_rejoins(whole: Any, machines: Machines, tmp_path: Path, certs: Path) -> None:

@@ -84,6 +84,7 @@ def resume_vertical(directory: str, rest: list[str]) -> int:
 
     options = parse(Options, Options(), rest, "atoll resume DIR")
     check_counts(checkpoint_every=options.checkpoint_every)
+    _check_not_led(directory)
     training = _single(Path(directory))[1].training
     changes = {name: getattr(options, name) for name in ("epochs", "patience")}
     trials = Trials.resume(
@@ -106,12 +107,22 @@ def film_vertical(directory: str, rest: list[str]) -> int:
     out, rest = option(rest, "--out")
     if rest:
         raise unknown("option", rest[0], ["--out"])
+    _check_not_led(directory)
     trials = Trials.resume(directory)
     try:
         print(film(trials, Path(out or f"{directory}/film.gif")))
     finally:
         trials.close()
     return 0
+
+
+def _check_not_led(directory: str) -> None:
+    """Complain if the run's other parties were elsewhere: their networks are not in its folder."""
+    if "led" in RunFiles.read_config(Path(directory)):
+        raise AtollError(
+            f"the other parties of {directory} were processes of their own, and keep their networks; "
+            f"to go on, give the command that began it: atoll party lead ... --name {Path(directory).name}"
+        )
 
 
 def describe(experiment: Experiment) -> str:

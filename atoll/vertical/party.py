@@ -165,11 +165,11 @@ def _prepare(directory: Path, experiment: Experiment) -> str:
     file, content = directory / "config.json", experiment.config()
     if file.exists():
         found = RunFiles.read_config(directory)
-        if found.get("lead") != json.loads(json.dumps(content)) or not isinstance(found.get("run"), str):
+        if found.get("experiments") != json.loads(json.dumps([content])) or not isinstance(found.get("led"), str):
             raise AtollError(f"{directory} holds a run with other settings; choose another --name")
-        return str(found["run"])
+        return str(found["led"])
     run = secrets.token_hex(8)
-    write_atomically(file, json.dumps({"lead": content, "run": run}, indent=2) + "\n")
+    write_atomically(file, json.dumps({"experiments": [content], "led": run}, indent=2) + "\n")
     return run
 
 
