@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -199,3 +200,18 @@ def test_an_evaluation_says_how_evenly_clients_are_served() -> None:
     np.testing.assert_allclose(fairness["worst_loss"], np.sort(losses, 0)[-2:].mean(0), rtol=1e-6)
     np.testing.assert_allclose(fairness["loss_variance"], losses.var(0), rtol=1e-5)
     np.testing.assert_allclose(fairness["loss_range"], losses.max(0) - losses.min(0), rtol=1e-6)
+
+
+def test_products_off_the_cpu_have_all_digits_unless_the_user_chose_otherwise() -> None:
+    gpu = SimpleNamespace(platform="gpu")
+    assert jax.config.jax_default_matmul_precision is None
+    try:
+        LocalEngine.of()
+        assert jax.config.jax_default_matmul_precision is None
+        LocalEngine.of([gpu])
+        assert jax.config.jax_default_matmul_precision == "highest"
+        jax.config.update("jax_default_matmul_precision", "tensorfloat32")
+        LocalEngine.of([gpu])
+        assert jax.config.jax_default_matmul_precision == "tensorfloat32"
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..algorithms.base import Algorithm, Cohort, Trained, gathering_keys
+from ..machine import full_precision
 from ..problems.base import Data, Params, Problem, Purpose
 from ..server import Reports, ServerRule, ServerState, finite
 from ..shuffle import shuffled, stream
@@ -113,6 +114,8 @@ class LocalEngine:
     def of(devices: Sequence[Any] | None = None, vectorised: bool | None = None) -> "LocalEngine":
         """An engine on `devices` (default: all local ones), vectorised unless they are CPUs."""
         chosen = tuple(devices or jax.local_devices())
+        if chosen[0].platform != "cpu":
+            full_precision()
         return LocalEngine(chosen, chosen[0].platform != "cpu" if vectorised is None else vectorised)
 
     def sized(self, cohort: int) -> "LocalEngine":
