@@ -1,6 +1,7 @@
 """Federations on Flower: the same numbers as in a simulation, bad clients left out, nothing lost when killed."""
 
 import asyncio
+import io
 import json
 import logging
 import subprocess
@@ -136,12 +137,31 @@ def test_a_flower_run_gives_the_numbers_of_a_local_one(
         assert mine.get("counted") == theirs.get("counted")
 
 
-def _with_update(reply: Message, change: Callable[[np.ndarray], Any]) -> Message:
-    record = reply.content.array_records["update"]
-    changed = {name: change(array.numpy()) for name, array in record.items()}
-    arrays = {name: value if isinstance(value, Array) else Array(value) for name, value in changed.items()}
-    reply.content["update"] = ArrayRecord(arrays)
+def _with_bytes(reply: Message, change: Callable[[bytes], bytes]) -> Message:
+    """The reply with other bytes for its update."""
+    [(names, array)] = reply.content.array_records["update"].items()
+    data = change(array.data)
+    reply.content["update"] = ArrayRecord({names: Array(array.dtype, (len(data),), array.stype, data)})
     return reply
+
+
+def _with_update(reply: Message, change: Callable[[np.ndarray], np.ndarray | bytes]) -> Message:
+    """The reply with each array of its update changed, or replaced by bytes."""
+
+    def changed(data: bytes) -> bytes:
+        stream, parts = io.BytesIO(data), []
+        while stream.tell() < len(data):
+            part = change(np.load(stream, allow_pickle=False))
+            parts.append(part if isinstance(part, bytes) else _npy(part))
+        return b"".join(parts)
+
+    return _with_bytes(reply, changed)
+
+
+def _npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
 
 
 def _with_answer(reply: Message, **changes: Any) -> Message:
@@ -149,19 +169,16 @@ def _with_answer(reply: Message, **changes: Any) -> Message:
     return reply
 
 
-def _raw(array: np.ndarray, data: bytes) -> Array:
-    return Array(str(array.dtype), array.shape, "numpy.ndarray", data)
-
-
 BAD: dict[str, tuple[Mischief, str]] = {
     "shape": (lambda reply: _with_update(reply, lambda a: a[:-1]), "shape"),
     "type": (lambda reply: _with_update(reply, lambda a: a.astype(np.float64)), "type"),
     "nan": (lambda reply: _with_update(reply, lambda a: a * np.float32(np.nan)), "not finite"),
     "norm": (lambda reply: _with_update(reply, lambda a: a * np.float32(1e6)), "its norm is"),
-    "bytes": (lambda reply: _with_update(reply, lambda a: _raw(a, b"\x93NUMPY\x01\x00nonsense")), "is no array"),
-    "noise": (lambda reply: _with_update(reply, lambda a: _raw(a, np.random.default_rng(0).bytes(500))), "is no array"),
-    "short": (lambda reply: _with_update(reply, lambda a: _raw(a, Array(a).data[:-1])), "bytes"),
-    "pickle": (lambda reply: _with_update(reply, lambda a: _raw(a, _pickled(a))), "type object"),
+    "bytes": (lambda reply: _with_update(reply, lambda a: b"\x93NUMPY\x01\x00nonsense"), "is no array"),
+    "noise": (lambda reply: _with_bytes(reply, lambda data: np.random.default_rng(0).bytes(500)), "is no array"),
+    "short": (lambda reply: _with_bytes(reply, lambda data: data[:-1]), "bytes, expected"),
+    "long": (lambda reply: _with_bytes(reply, lambda data: data + b"!"), "more bytes follow"),
+    "pickle": (lambda reply: _with_update(reply, lambda a: _npy(a).replace(b"'<f4'", b"'|O' ")), "type object"),
     "protocol": (lambda reply: _with_answer(reply, protocol=0), "its protocol is 0"),
     "round": (lambda reply: _with_answer(reply, round=7), "its round is 7"),
     "somebody else": (lambda reply: _with_answer(reply, client=3), "its client is 3"),
@@ -175,10 +192,6 @@ BAD: dict[str, tuple[Mischief, str]] = {
 def _without_answer(reply: Message) -> Message:
     del reply.content["answer"]
     return reply
-
-
-def _pickled(array: np.ndarray) -> bytes:
-    return Array.from_numpy_ndarray(array).data.replace(b"'<f4'", b"'|O' ")
 
 
 def test_bad_clients_are_refused_by_name_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -372,7 +385,7 @@ def test_the_guard_is_the_first_thing_a_superlink_asks(monkeypatch: pytest.Monke
     from atoll.engines import superlink
 
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
-    monkeypatch.setattr(superlink, "start_parent_process_monitor", lambda pid: None)
+    monkeypatch.setattr(superlink, "_end_with", lambda parent: None)
     monkeypatch.setattr(superlink, "flower_superlink", lambda: None)
     superlink.main()
     assert flower._get_middleware()[0].cls is Guard
