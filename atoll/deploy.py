@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ from .client import Brings, Limits
 from .engines.terms import Terms
 from .errors import AtollError, require
 from .federation import Federation, ctrl_c
-from .machine import KEEP_COMPILED, keep_compiled
+from .machine import keep_compiled
 from .recipes import RECIPES
 from .runs import write_atomically
 from .terminal import INTERRUPTED, base_federation, describe, free_name, host_and_port, option, parse, positional
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
 _FREE_LIMIT = 15.0  # seconds a server that has been killed may take to leave its port
-_PATIENCE = 60.0  # seconds a SuperLink may be out of reach
+_PATIENCE = 120.0  # seconds a SuperLink may be out of reach
+_REST = 0.05  # seconds after which the server looks for the rest of an answer, at first; Flower takes 1
 _AGAIN = 5.0  # seconds at least between a client's starts of a SuperNode
 _SOON, _IDLE = 0.2, 1.0  # seconds between a client's looks for tasks, at first and after a while
 _PROJECT = f"""[project]
@@ -122,8 +124,7 @@ def serve_command(arguments: list[str]) -> int:
     address, root = _reachable(host, port), None if options.insecure else options.certs / "ca.crt"
     _wait_until_free(host, port)
     print(f"{directory}: {describe(f)}; listening at {options.listen}", flush=True)
-    os.environ.update(_environment(directory))
-    keep_compiled(directory)
+    _settle(directory)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (directory / "superlink.log").open("ab") as log:
         link = subprocess.Popen(_link(options, host, port), stdout=log, stderr=log)
@@ -165,15 +166,14 @@ def join_command(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
     write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
-    os.environ.update(_environment(folder))
-    keep_compiled(folder)
-    from .engines.worker import Worker
+    _settle(folder)
+    from .engines.worker import Lost, Worker
 
     print(f"client {options.client_id}: joining {address} with {words}; Ctrl-C leaves", flush=True)
     worker = Worker(f"127.0.0.1:{port}")
     with ctrl_c() as stop:
         while not stop.is_set():
-            node = subprocess.Popen(command)
+            node, why = subprocess.Popen(command), f"turned away by {address}"
             begun = busy = time.monotonic()
             try:
                 while node.poll() is None and not stop.is_set():
@@ -181,10 +181,12 @@ def join_command(arguments: list[str]) -> int:
                         busy = time.monotonic()
                     else:
                         stop.wait(min(max((time.monotonic() - busy) / 4, _SOON), _IDLE))
+            except Lost as error:
+                why = f"lost a task ({error})"
             finally:
                 _end(node)
             if not stop.is_set():
-                print(f"client {options.client_id}: turned away by {address}; trying again", flush=True)
+                print(f"client {options.client_id}: {why}; trying again", flush=True)
                 stop.wait(max(0.0, begun + _AGAIN - time.monotonic()))
     return INTERRUPTED
 
@@ -243,10 +245,11 @@ def _grid(address: str, root: Path | None, keys: dict[bytes, int] | None) -> Ite
     from flwr.supercore.constant import TaskType
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
     from flwr.supercore.runtime import RuntimeHttpClient
     from flwr.supercore.task_identity import TaskIdentity
-    from flwr.superlink.grid import HttpGrid
+    from flwr.superlink.grid import HttpGrid, http_grid
 
     certificate = None if root is None else root.read_bytes()
 
@@ -263,6 +266,9 @@ def _grid(address: str, root: Path | None, keys: dict[bytes, int] | None) -> Ite
         token = tasks.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])).token
     grid = HttpGrid(address, root is None, certificate, token=token)
     grid._retry_invoker.max_time = _PATIENCE
+    http_grid.pull_objects = partial(  # type: ignore[attr-defined]
+        pull_objects, initial_backoff=_REST, backoff_cap=1.0
+    )
     beat = HeartbeatSender(make_task_heartbeat_fn_http(grid._runtime_client))
     try:
         task = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
@@ -316,22 +322,19 @@ def _python(engine: str) -> list[str]:
     return [sys.executable, "-P", str(Path(__file__).parent / "engines" / f"{engine}.py")]
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """Flower kept to `folder` and quiet, and compiled programs kept from one process to the next."""
-    return (
-        os.environ
-        | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+def _settle(folder: Path) -> None:
+    """Keep Flower to `folder` and quiet, here and in processes to come; keep compiled programs in it."""
+    os.environ.update(
+        {
             "FLWR_HOME": str(folder.resolve() / "flower"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_LOG_LEVEL": os.environ.get("FLWR_LOG_LEVEL", "WARNING"),
-            "JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / "compiled"),
             "ATOLL_PARENT": str(os.getpid()),  # what is started ends with this process
         }
-        | {name.upper(): str(value) for name, value in KEEP_COMPILED.items()}
     )
+    keep_compiled(folder)
 
 
 def _toml(content: dict[str, Any]) -> str:

@@ -4,7 +4,9 @@ import asyncio
 import io
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -396,3 +398,38 @@ def test_an_idle_client_looks_for_messages_soon_at_first_and_then_more_and_more_
     assert [pause(idle) for idle in (0, 1, 4, 12, 1000)] == [0.2, 0.25, 1, 3, 3]
     answers = iter([None, None, 7])
     assert until_found(lambda **_: next(answers))(state=None) == 7
+
+
+def test_a_worker_says_when_a_task_is_lost() -> None:
+    from flwr.proto.runtime_pb2 import AcquireTaskResponse, SendTaskHeartbeatResponse
+    from flwr.proto.task_pb2 import Task
+    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+
+    from atoll.engines.worker import Lost, Worker
+
+    answers = {
+        "/v1/runtime/acquire-task": AcquireTaskResponse(task=Task(task_id=1), token="t"),
+        "/v1/runtime/send-task-heartbeat": SendTaskHeartbeatResponse(success=True),
+    }
+
+    class Broken(BaseHTTPRequestHandler):
+        """A SuperNode that has a task and cannot give its message."""
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = answers[self.path].SerializeToString() if self.path in answers else b""
+            self.send_response(200 if body else 500)
+            self.send_header("Content-Type", PROTOBUF_MEDIA_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        worker = Worker(f"127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(Lost, match="500"):
+            worker.once()
+        server.shutdown()
+    assert not worker.once()  # nobody there any more, and no task

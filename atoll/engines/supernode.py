@@ -8,10 +8,13 @@ It needs nothing of Atoll's but this file, so it is started without the rest, wh
 import os
 import time
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from flwr.supercore import heartbeat
 from flwr.supercore.app_utils import start_parent_process_monitor
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.retry import http_retry
 from flwr.supernode import fleet_http_connection as fleet
 from flwr.supernode import start_client_internal as node
@@ -21,7 +24,8 @@ _SOONEST, _LATEST = 0.2, 3.0  # seconds between looks for messages; Flower's own
 _PATIENCE = 4.0  # who has been idle for a while looks again after so many times less
 _HEARTBEAT = 10  # seconds; a client that is silent for two of them counts as gone. Flower's own SuperNode takes 30
 _RETRY = 5  # seconds at most between tries to reach a server that is away; Flower's own SuperNode takes 20
-_REPLY = 0.05  # seconds between looks for the worker's reply, on this machine; Flower's own takes 0.5
+_REPLY = 0.05  # seconds between looks for the worker's reply; Flower's own SuperNode takes 0.5
+_REST = 0.05  # seconds until the next look for the rest of a message, at first; Flower's own SuperNode takes 1
 
 
 def pause(idle: float) -> float:
@@ -44,22 +48,13 @@ def until_found(pull: Callable[..., Any]) -> Callable[..., Any]:
     return pull_again
 
 
-def once_ready(push: Callable[..., Any]) -> Callable[..., Any]:
-    """`push`, begun when there is a reply to push."""
-
-    def push_later(state: Any, **arguments: Any) -> Any:
-        while not any(entry.message.metadata.reply_to_message_id for entry in list(state.msg_store.values())):
-            time.sleep(_REPLY)
-        return push(state=state, **arguments)
-
-    return push_later
-
-
 def main() -> None:
     """Run the SuperNode for as long as the process that started it lives."""
     start_parent_process_monitor(int(os.environ.get("ATOLL_PARENT", os.getppid())))
     node._pull_and_store_message = until_found(node._pull_and_store_message)
-    node._push_messages = once_ready(node._push_messages)
+    inside: Any = node
+    inside.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, _REPLY)))
+    inside.pull_objects = partial(pull_objects, initial_backoff=_REST, backoff_cap=1.0)
     for module in (fleet, heartbeat):
         module.HEARTBEAT_DEFAULT_INTERVAL = _HEARTBEAT  # type: ignore[attr-defined]
     http_retry.MAX_RETRY_DELAY = _RETRY  # type: ignore[attr-defined]

@@ -21,8 +21,12 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 from .flower import client_app
 
-_ARRIVAL = 30.0  # seconds that a message may take to arrive once it has begun to
-_REPLY = 0.05  # seconds between looks for the rest of it, on this machine
+_ARRIVAL = 3600.0  # seconds that a message may take to arrive once it has begun to
+_REST = 0.05  # seconds between looks for the rest of it, at first
+
+
+class Lost(Exception):
+    """A task whose message or answer did not get through; its SuperNode may wait for ever and must be started anew."""
 
 
 class Worker:
@@ -30,9 +34,9 @@ class Worker:
 
     def __init__(self, address: str) -> None:
         self._address, self._app = address, client_app()
-        # A task is there before all of its message is. Flower looks for the rest every second or more, for two hours.
+        # A task is there before all of its message is. Flower looks for the rest every second or more.
         run_clientapp.pull_and_inflate_object_from_tree = partial(  # type: ignore[attr-defined]
-            pull_and_inflate_object_from_tree, max_time=_ARRIVAL, initial_backoff=_REPLY, backoff_cap=1.0
+            pull_and_inflate_object_from_tree, max_time=_ARRIVAL, initial_backoff=_REST, backoff_cap=1.0
         )
         self._tasks = RuntimeHttpClient.from_server_address(
             address, True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
@@ -42,13 +46,14 @@ class Worker:
         """Do a task if there is one; whether there was."""
         try:
             found = self._tasks.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
-            if not found.HasField("task") or not found.token:
-                return False
-            self._do(found.token)
         except httpx.HTTPError:  # the SuperNode is not up yet, or has gone
             return False
-        except ObjectPullError as error:  # the server went away while it sent the task
-            print(f"task lost: {error}", flush=True)
+        if not found.HasField("task") or not found.token:
+            return False
+        try:
+            self._do(found.token)
+        except (httpx.HTTPError, ObjectPullError, RuntimeError) as error:
+            raise Lost(str(error)) from error
         return True
 
     def _do(self, token: str) -> None:
