@@ -119,10 +119,10 @@ def serve_command(arguments: list[str]) -> int:
     keys = None if options.insecure else read_keys(options.certs)
     host, port = host_and_port(options.listen)
     directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
+    _wait_until_free(host, port)
     prepare(directory, f)
     again = f"go on with the same command and --name {directory.name}"
     address, root = _reachable(host, port), None if options.insecure else options.certs / "ca.crt"
-    _wait_until_free(host, port)
     print(f"{directory}: {describe(f)}; listening at {options.listen}", flush=True)
     _settle(directory)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
