@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: mnist and cheetah")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=10, help="at least 2")
+    parser.add_argument("--rounds", type=int, default=10, help="at least 3")
     options = parser.parse_args()
     for case in options.cases or ["mnist", "cheetah"]:
         with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def processor_times(processes: list["subprocess.Popen[bytes]"]) -> dict[str, flo
 def show(rounds: list[dict[str, float]], moments: list[tuple[float, dict[str, float]]]) -> None:
     """Two tables, of seconds and of processor time."""
     first, later = rounds[0], rounds[1:]
-    walls = [after - before for (before, _), (after, _) in itertools.pairwise(moments[1:])]
+    walls = [after - before for (before, _), (after, _) in itertools.pairwise(moments[1:-1])]  # the last is evaluated
     print(f"from the start of all processes until every client has its first task: {moments[0][0]:.1f} s")
     print(f"\n| seconds | first round | rounds 2 to {len(rounds)}, median | most |\n|---|---|---|---|")
 
@@ -120,8 +120,8 @@ def show(rounds: list[dict[str, float]], moments: list[tuple[float, dict[str, fl
     print("\n| processor time, seconds | start | first scores, first round | a later round |\n|---|---|---|---|")
     times = [spent for _, spent in moments]
     for kind in KINDS.values():
-        beginning, compiled, end = times[0][kind], times[1][kind], times[-1][kind]
-        print(f"| {kind} | {beginning:.1f} | {compiled - beginning:.1f} | {(end - compiled) / len(later):.2f} |")
+        beginning, compiled, end = times[0][kind], times[1][kind], times[-2][kind]
+        print(f"| {kind} | {beginning:.1f} | {compiled - beginning:.1f} | {(end - compiled) / len(walls):.2f} |")
     print(flush=True)
 
 

@@ -422,6 +422,7 @@ def prepare(directory: Path, f: Federation) -> None:
 def serve(grid: Grid, directory: Path, terms: Terms, known: Mapping[bytes, int] | None) -> None:
     """Train the run that lies prepared in `directory` with the clients of a grid, from its newest checkpoint on."""
     handlers = (logging.FileHandler(directory / "server.log"), logging.StreamHandler(sys.stdout))
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     for handler in handlers:
         _log.addHandler(handler)
     _log.setLevel(logging.INFO)

@@ -59,6 +59,7 @@ def main() -> None:
         module.HEARTBEAT_DEFAULT_INTERVAL = _HEARTBEAT  # type: ignore[attr-defined]
     http_retry.MAX_RETRY_DELAY = _RETRY  # type: ignore[attr-defined]
     flower_supernode()
+    os._exit(1)  # the connection is lost, and the thread that serves the worker would keep the process alive
 
 
 if __name__ == "__main__":
