@@ -113,7 +113,7 @@ def show(rounds: list[dict[str, float]], moments: list[tuple[float, dict[str, fl
     def parts(name: str, of: Callable[[dict[str, float]], float]) -> None:
         row(name, of(first), [of(one) for one in later])
 
-    row("round", first["clients"] + first["server"], walls)
+    row("round, but for the last, which is evaluated", first["clients"] + first["server"], walls)
     parts("of it a client's work, the busiest's", lambda one: one["busiest_client"])
     parts("of it the server's work", lambda one: one["server"])
     parts("of it Flower", lambda one: one["clients"] - one["busiest_client"])
