@@ -22,6 +22,7 @@ bench: setup
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/server.py
 	$(BIN)/python benchmarks/parties.py
+	$(BIN)/python benchmarks/deployment.py
 	$(BIN)/python benchmarks/vertical.py --torch .venv-bench/bin/python
 
 setup: .venv/ready

@@ -5,6 +5,7 @@ not know Flower. What is trained, and how, is in `engines/flower.py`.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -12,8 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -22,15 +26,21 @@ from .client import Brings, Limits
 from .engines.terms import Terms
 from .errors import AtollError, require
 from .federation import Federation, ctrl_c
-from .machine import KEEP_COMPILED, keep_compiled
+from .machine import keep_compiled
 from .recipes import RECIPES
 from .runs import write_atomically
 from .terminal import INTERRUPTED, base_federation, describe, free_name, host_and_port, option, parse, positional
 from .version import __version__
 
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
+
 _START_LIMIT = 120.0  # seconds a SuperLink may take to start
-_AGAIN = 5.0  # seconds after which a client that was turned away tries again
-_IDLE = 1.0  # seconds at most between a client's looks for tasks
+_FREE_LIMIT = 15.0  # seconds a server that has been killed may take to leave its port
+_PATIENCE = 120.0  # seconds a SuperLink may be out of reach
+_REST = 0.05  # seconds after which the server looks for the rest of an answer, at first; Flower takes 1
+_AGAIN = 5.0  # seconds at least between a client's starts of a SuperNode
+_SOON, _IDLE = 0.2, 1.0  # seconds between a client's looks for tasks, at first and after a while
 _PROJECT = f"""[project]
 name = "atoll"
 version = "{__version__}"
@@ -102,36 +112,33 @@ def serve_command(arguments: list[str]) -> int:
     need_flower()
     import httpx
 
-    from .engines.flower import SERVE, check_deployable, prepare
+    from .engines.flower import check_deployable, prepare, serve
 
     f = options.federation
     check_deployable(f)
     keys = None if options.insecure else read_keys(options.certs)
     host, port = host_and_port(options.listen)
     directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
+    _wait_until_free(host, port)
     prepare(directory, f)
-    orders = {
-        "directory": str(directory.resolve()),
-        "keys": None if keys is None else {key.hex(): client for key, client in keys.items()},
-        "terms": dataclasses.asdict(options.terms),
-    }
-    write_atomically(directory / "serve.json", json.dumps(orders, indent=2) + "\n")
     again = f"go on with the same command and --name {directory.name}"
+    address, root = _reachable(host, port), None if options.insecure else options.certs / "ca.crt"
     print(f"{directory}: {describe(f)}; listening at {options.listen}", flush=True)
-    environment = _environment(directory) | {SERVE: str((directory / "serve.json").resolve())}
-    with (directory / "superlink.log").open("ab") as log, ctrl_c() as stop:
-        link = subprocess.Popen(_link(options, directory, host, port), env=environment, stdout=log, stderr=log)
+    _settle(directory)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with (directory / "superlink.log").open("ab") as log:
+        link = subprocess.Popen(_link(options, host, port), stdout=log, stderr=log)
         try:
-            status = _follow(link, directory, _reachable(host, port), options, keys, stop)
+            _wait_until_up(link, address, root, directory)
+            with _grid(address, root, keys) as grid:
+                serve(grid, directory, options.terms, keys)
+        except KeyboardInterrupt:
+            print(f"stopped; {again}")
+            return INTERRUPTED
         except httpx.HTTPError as error:
             raise AtollError(f"lost the SuperLink ({error}); {directory}/superlink.log says why; {again}") from error
         finally:
             _end(link)
-    if stop.is_set():
-        print(f"stopped; {again}")
-        return INTERRUPTED
-    if status != "completed":
-        raise AtollError(f"the run ended as '{status}'; {directory}/superlink.log says why; then {again}")
     return 0
 
 
@@ -159,27 +166,28 @@ def join_command(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
     write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
-    os.environ.update(_environment(folder))
-    keep_compiled(folder)
-    from .engines.supernode import Worker, pause
+    _settle(folder)
+    from .engines.worker import Lost, Worker
 
     print(f"client {options.client_id}: joining {address} with {words}; Ctrl-C leaves", flush=True)
     worker = Worker(f"127.0.0.1:{port}")
     with ctrl_c() as stop:
         while not stop.is_set():
-            node = subprocess.Popen(command)
-            busy = time.monotonic()
+            node, why = subprocess.Popen(command), f"turned away by {address}"
+            begun = busy = time.monotonic()
             try:
                 while node.poll() is None and not stop.is_set():
                     if worker.once():
                         busy = time.monotonic()
                     else:
-                        stop.wait(min(pause(time.monotonic() - busy), _IDLE))
+                        stop.wait(min(max((time.monotonic() - busy) / 4, _SOON), _IDLE))
+            except Lost as error:
+                why = f"lost a task ({error})"
             finally:
                 _end(node)
             if not stop.is_set():
-                print(f"client {options.client_id}: turned away by {address}; trying again", flush=True)
-                stop.wait(_AGAIN)
+                print(f"client {options.client_id}: {why}; trying again", flush=True)
+                stop.wait(max(0.0, begun + _AGAIN - time.monotonic()))
     return INTERRUPTED
 
 
@@ -217,9 +225,8 @@ def export_command(arguments: list[str]) -> int:
     return 0
 
 
-def _link(options: ServeOptions, directory: Path, host: str, port: int) -> list[str]:
-    command = [*_python("superlink"), "--host", host, "--port", str(port)]
-    command += ["--database", str(directory / "superlink.db"), "--disable-runtime-dependency-installation"]
+def _link(options: ServeOptions, host: str, port: int) -> list[str]:
+    command = [*_python("superlink"), "--host", host, "--port", str(port), "--isolation", "process"]
     if options.insecure:
         return [*command, "--insecure"]
     certs = options.certs
@@ -227,61 +234,71 @@ def _link(options: ServeOptions, directory: Path, host: str, port: int) -> list[
     return [*command, "--ssl-keyfile", str(certs / "server.key"), "--enable-supernode-auth"]
 
 
-def _follow(
-    link: "subprocess.Popen[bytes]",
-    directory: Path,
-    address: str,
-    options: ServeOptions,
-    keys: dict[bytes, int] | None,
-    stop: Any,
-) -> str:
-    """Start the run once the SuperLink is up, show what the server says, and return how the run ended."""
+@contextmanager
+def _grid(address: str, root: Path | None, keys: dict[bytes, int] | None) -> Iterator["Grid"]:
+    """Way to the clients through a SuperLink that has just been started: a run of it, with this process for its app."""
     from flwr.cli.build import build_fab_from_files
-    from flwr.proto.control_pb2 import ListRunsRequest, StartRunRequest, StopRunRequest
+    from flwr.common.serde import run_from_proto
+    from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
     from flwr.proto.fab_pb2 import Fab
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest
+    from flwr.supercore.constant import TaskType
     from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+    from flwr.supercore.runtime import RuntimeHttpClient
+    from flwr.supercore.task_identity import TaskIdentity
+    from flwr.superlink.grid import HttpGrid, http_grid
 
-    root = None if options.insecure else str(options.certs / "ca.crt")
-    _wait_until_up(link, address, root, directory, stop)
-    if stop.is_set():
-        return "stopped"
-    with ControlHttpClient.from_server_address(
-        address, options.insecure, root, [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
-    ) as control:
-        for run_id, run in control.ListRuns(ListRunsRequest()).run_dict.items():
-            if not run.status.status.startswith("finished"):  # left by a server that was killed
-                control.StopRun(StopRunRequest(run_id=run_id))
-        if keys is not None:
-            _register(control, keys)
-        content, _ = build_fab_from_files({path: text.encode() for path, text in _APP.items()})
-        run_id = control.StartRun(StartRunRequest(fab=Fab(content=content))).run_id
-        with (directory / "server.log").open("a+") as said:
-            said.seek(0, os.SEEK_END)
-            while not stop.is_set():
-                ended = control.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
-                print(said.read(), end="", flush=True)
-                if ended.status.startswith("finished"):
-                    return str(ended.sub_status)
-                require(link.poll() is None, f"the SuperLink has died; {directory}/superlink.log says why")
-                stop.wait(0.5)
-    return "stopped"
+    certificate = None if root is None else root.read_bytes()
 
+    def connected(client: Any, component: str) -> Any:
+        version = RuntimeVersionHttpInterceptor(component_name=component)
+        return client.from_server_address(address, root is None, certificate, [version])
 
-def _register(control: Any, keys: dict[bytes, int]) -> None:
-    """Make the SuperLink know exactly these keys."""
-    from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
-
-    there = {node.public_key: node.node_id for node in control.ListNodes(ListNodesRequest()).nodes_info}
-    for key, node in there.items():
-        if key not in keys:
-            control.UnregisterNode(UnregisterNodeRequest(node_id=node))
-    for key, client in keys.items():
-        if key not in there:
+    with connected(ControlHttpClient, "flwr CLI") as control:
+        for key, client in (keys or {}).items():
             control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"client-{client}"))
+        content, _ = build_fab_from_files({path: text.encode() for path, text in _APP.items()})
+        control.StartRun(StartRunRequest(fab=Fab(content=content)))
+    with connected(RuntimeHttpClient, "SuperExec") as tasks:
+        token = tasks.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])).token
+    grid = HttpGrid(address, root is None, certificate, token=token)
+    grid._retry_invoker.max_time = _PATIENCE
+    http_grid.pull_objects = partial(  # type: ignore[attr-defined]
+        pull_objects, initial_backoff=_REST, backoff_cap=1.0
+    )
+    beat = HeartbeatSender(make_task_heartbeat_fn_http(grid._runtime_client))
+    try:
+        task = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
+        beat.start()
+        TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
+        TaskIdentity.node_id = task.context.node_id
+        grid.set_run(run_from_proto(task.run))
+        yield grid
+    finally:
+        if beat.is_running:
+            beat.stop()
+        grid.close()
 
 
-def _wait_until_up(link: "subprocess.Popen[bytes]", address: str, root: str | None, directory: Path, stop: Any) -> None:
+def _wait_until_free(host: str, port: int) -> None:
+    """Wait until nobody listens at a port; the SuperLink of a server that was killed needs a moment to end."""
+    end = time.monotonic() + _FREE_LIMIT
+    while True:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.create_server((host, port), family=family):
+                return
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            require(in_use, f"cannot listen at {host}:{port}: {error}; name another address with --listen")
+            require(time.monotonic() < end, f"port {port} is in use; name another with --listen")
+        time.sleep(0.2)
+
+
+def _wait_until_up(link: "subprocess.Popen[bytes]", address: str, root: Path | None, directory: Path) -> None:
     import ssl
 
     import httpx
@@ -289,7 +306,7 @@ def _wait_until_up(link: "subprocess.Popen[bytes]", address: str, root: str | No
     verify = True if root is None else ssl.create_default_context(cafile=root)
     url = f"{'http' if root is None else 'https'}://{address}/health"
     end = time.monotonic() + _START_LIMIT
-    while not stop.is_set():
+    while True:
         try:
             if httpx.get(url, verify=verify, timeout=5).is_success:
                 return
@@ -305,23 +322,19 @@ def _python(engine: str) -> list[str]:
     return [sys.executable, "-P", str(Path(__file__).parent / "engines" / f"{engine}.py")]
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """Flower kept to `folder` and quiet, and compiled programs kept from one process to the next."""
-    return (
-        os.environ
-        | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+def _settle(folder: Path) -> None:
+    """Keep Flower to `folder` and quiet, here and in processes to come; keep compiled programs in it."""
+    os.environ.update(
+        {
             "FLWR_HOME": str(folder.resolve() / "flower"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "FLWR_LOG_LEVEL": os.environ.get("FLWR_LOG_LEVEL", "WARNING"),
-            "JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / "compiled"),
             "ATOLL_PARENT": str(os.getpid()),  # what is started ends with this process
         }
-        | {name.upper(): str(value) for name, value in KEEP_COMPILED.items()}
     )
+    keep_compiled(folder)
 
 
 def _toml(content: dict[str, Any]) -> str:

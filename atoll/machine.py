@@ -3,11 +3,6 @@
 import os
 from pathlib import Path
 
-KEEP_COMPILED = {  # however quickly it was compiled and however small it is
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
 
 def cores() -> list[int]:
     """CPU cores this process may use."""
@@ -18,9 +13,9 @@ def keep_compiled(folder: Path) -> None:
     """Let JAX keep every compiled program in `folder`, for the next start."""
     import jax
 
-    for name, value in KEEP_COMPILED.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # however quickly it was compiled
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # and however small it is
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve() / "compiled"))
 
 
 def full_precision() -> None:

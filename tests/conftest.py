@@ -21,9 +21,15 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 
 @pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """For tests whose time is compilation: fewer optimisations, and random numbers that compile fast."""
+def few_optimizations() -> Iterator[None]:
+    """For tests whose time is compilation."""
     jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation(few_optimizations: None) -> Iterator[None]:
+    """Also random numbers that compile fast."""
     with jax.default_prng_impl("unsafe_rbg"):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)

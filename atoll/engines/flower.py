@@ -12,8 +12,8 @@ import itertools
 import json
 import logging
 import math
-import os
 import secrets
+import sys
 import threading
 import time
 from collections import Counter
@@ -31,7 +31,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from ..algorithms.base import Trained
 from ..client import Brings, Home, Limits, check_id, member, recall
-from ..errors import AtollError, Refused, require
+from ..errors import Refused, require
 from ..federation import Federation, Record, Run, Watcher
 from ..federation import train as train_run
 from ..problems.base import Params
@@ -59,10 +59,8 @@ from .wire import (
 
 T = TypeVar("T")
 Members = dict[int, int]  # client id -> Flower's id of its node
-SERVE = "ATOLL_SERVE"  # environment: the file in which `atoll serve` tells the ServerApp what to do
-_POLL = 0.1  # seconds between looks for answers
+_POLL, _RARELY = 0.1, 1.0  # seconds between looks for answers, at first and after a while
 _WAIT = 1.0  # seconds between looks for clients
-_END_LIMIT = 30.0  # seconds the processes of a killed server may take to end
 _INTRODUCTION = 120.0  # seconds a node without a key may take to say who it is
 
 _log = logging.getLogger("atoll")
@@ -271,10 +269,10 @@ class FlowerRun(Run):
         messages = [task_message(kind, asked[c], task, model, deadline) for c, task in tasks.items()]
         pushed = self._grid.push_messages(messages) if messages else []
         pending = {name: client for name, client in zip(pushed, tasks, strict=True) if name}
-        end = time.monotonic() + deadline
+        start = time.monotonic()
         found: dict[int, T] = {}
         refused: dict[int, str] = {}
-        while pending and time.monotonic() < end:
+        while pending and time.monotonic() < start + deadline:
             for name, message in self._pulled(list(pending)).items():
                 client = pending.pop(name, None)
                 if client is None:
@@ -290,7 +288,7 @@ class FlowerRun(Run):
                     refused[client] = str(reason)
                     _log.warning("round %d: refused the answer of client %d: %s", round_, client, reason)
             if pending:
-                time.sleep(_POLL)
+                time.sleep(min(max((time.monotonic() - start) / 20, _POLL), _RARELY))
         if pending:
             late = sorted(pending.values())
             _log.warning("round %d: no answer from clients %s in %g s", round_, late, deadline)
@@ -403,9 +401,9 @@ def client_app() -> ClientApp:
 
 
 def server_app() -> ServerApp:
-    """The ServerApp; the environment names the file with its orders, or the app's config holds them."""
+    """The ServerApp of an exported app, whose config holds the federation, the terms and the run's folder."""
     app = ServerApp()
-    app.main()(_serve)
+    app.main()(_serve_exported)
     return app
 
 
@@ -416,31 +414,21 @@ def prepare(directory: Path, f: Federation) -> None:
         RunFiles.create(directory, content).close()
         return
     f.check_same(directory, any_rounds=True)
-    end = time.monotonic() + _END_LIMIT
-    while True:
-        try:
-            files = RunFiles(directory)
-            break
-        except AtollError:  # the processes of a server that was killed may not have ended yet
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
+    files = RunFiles(directory)
     files.write_config(content)
     files.close()
 
 
-def _serve(grid: Grid, context: Context) -> None:
-    """Train the run that `atoll serve` prepared, or the one of an exported app, from its newest checkpoint on."""
-    if "ATOLL_PARENT" in os.environ:
-        _end_with(int(os.environ["ATOLL_PARENT"]))
-    path, known, terms = _orders(context)
-    handlers = (logging.FileHandler(path / "server.log"), logging.StreamHandler())
+def serve(grid: Grid, directory: Path, terms: Terms, known: Mapping[bytes, int] | None) -> None:
+    """Train the run that lies prepared in `directory` with the clients of a grid, from its newest checkpoint on."""
+    handlers = (logging.FileHandler(directory / "server.log"), logging.StreamHandler(sys.stdout))
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     for handler in handlers:
         _log.addHandler(handler)
     _log.setLevel(logging.INFO)
-    federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
+    federation = Federation.from_config(RunFiles.read_config(directory).get("federation"))
     run = FlowerRun(federation, LocalEngine.of(), grid, terms, known)
-    run.reopen(path)
+    run.reopen(directory)
     try:
         run.advance()
     finally:
@@ -450,33 +438,13 @@ def _serve(grid: Grid, context: Context) -> None:
             handler.close()
 
 
-def _orders(context: Context) -> tuple[Path, dict[bytes, int] | None, Terms]:
-    """The run's directory, the clients' keys (None: believe what nodes say), and the terms."""
-    if SERVE in os.environ:
-        orders = json.loads(Path(os.environ[SERVE]).read_text())
-        keys = orders["keys"]
-        known = None if keys is None else {bytes.fromhex(key): client for key, client in keys.items()}
-        return Path(orders["directory"]), known, Terms(**orders["terms"])
+def _serve_exported(grid: Grid, context: Context) -> None:
     config: dict[str, Any] = dict(context.run_config)
-    terms = {f.name: config[f.name.replace("_", "-")] for f in dataclasses.fields(Terms)}
+    terms = Terms(**{f.name: config[f.name.replace("_", "-")] for f in dataclasses.fields(Terms)})
     federation = Federation.from_config(json.loads(config["federation"]))
-    path = Path(config["run"]).resolve()
-    prepare(path, dataclasses.replace(federation, rounds=config["rounds"]))
-    return path, None, Terms(**terms)
-
-
-def _end_with(process: int) -> None:
-    """End this process as soon as the one that started the server ends: killed, it leaves nobody to do it."""
-
-    def watch() -> None:
-        while True:
-            time.sleep(_WAIT)
-            try:
-                os.kill(process, 0)
-            except OSError:
-                os._exit(1)  # in whatever it is doing; a run survives a kill at any moment
-
-    threading.Thread(target=watch, daemon=True).start()
+    directory = Path(config["run"]).resolve()
+    prepare(directory, dataclasses.replace(federation, rounds=config["rounds"]))
+    serve(grid, directory, terms, None)  # believes what nodes say of themselves
 
 
 @lru_cache(maxsize=1)

@@ -11,9 +11,10 @@ Clients that come before the server has registered their keys and started its ru
 
 import ipaddress
 import os
+import threading
+import time
 from typing import Any
 
-from flwr.supercore.app_utils import start_parent_process_monitor
 from flwr.superlink import extensions
 from flwr.superlink.cli import flower_superlink
 from starlette.middleware import Middleware
@@ -57,9 +58,17 @@ def _local(scope: Any) -> bool:
         return False
 
 
+def _end_with(parent: int) -> None:
+    """End this process at once when its parent has: all it knows is of no use to the next server, its port is."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
 def main() -> None:
     """Run the SuperLink behind the guard, for as long as the process that started it lives."""
-    start_parent_process_monitor(int(os.environ.get("ATOLL_PARENT", os.getppid())))
+    parent = int(os.environ.get("ATOLL_PARENT", os.getppid()))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     extensions.get_middleware = lambda: (Middleware(Guard),)
     flower_superlink()
 

@@ -1,14 +1,13 @@
 """What travels between the server of a federation and its clients: Flower messages of numbers and text.
 
 A task goes to a client: the shared model, and a record that names protocol, run, round and client and holds the
-settings of the federation. The answer repeats the names and brings an update or scores. Nothing is ever unpickled: an
-array is the bytes of an .npy file, whose header must be the expected one before its content is looked at.
+settings of the federation. The answer repeats the names and brings an update or scores. Nothing is ever unpickled: a
+model is the bytes of .npy files, whose headers must be the expected ones before their content is looked at.
 """
 
 import io
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ..errors import Refused
 from ..problems.base import Params
 from ..runs import named_leaves
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MOST_SAMPLES = 2**31 - 1
 
 
@@ -103,21 +102,36 @@ def read_scored(message: Message, task: Task, steps: int) -> tuple[dict[str, np.
 
 
 def pack(tree: Params) -> ArrayRecord:
-    """The leaves of a pytree by name."""
-    return ArrayRecord(OrderedDict((name, Array(np.asarray(leaf))) for name, leaf in named_leaves(tree)))
+    """A pytree as one array under the names of its leaves, whose .npy files follow each other in it.
+
+    One, because Flower carries each array in two requests of its own.
+    """
+    leaves, stream = named_leaves(tree), io.BytesIO()
+    for _, leaf in leaves:
+        np.lib.format.write_array(stream, np.asarray(leaf), (1, 0), allow_pickle=False)
+    content = stream.getvalue()
+    return ArrayRecord({_title(leaves): Array("uint8", (len(content),), "npy", content)})
 
 
 def unpack(record: ArrayRecord, template: Params) -> Params:
     """The inverse of `pack`: a pytree whose leaves have names, shapes and types of `template`'s."""
     leaves = named_leaves(template)
-    names = {name for name, _ in leaves}
-    if set(record) != names:
-        raise Refused(f"its arrays are {sorted(record)}, expected {sorted(names)}")
-    return jax.tree.unflatten(jax.tree.structure(template), [_load(name, record[name], leaf) for name, leaf in leaves])
+    title = _title(leaves)
+    if list(record) != [title]:
+        raise Refused(f"its arrays are {str(list(record))[:200]}, expected {title}")
+    stream = io.BytesIO(record[title].data)
+    found = [_load(name, stream, leaf) for name, leaf in leaves]
+    if stream.read(1):
+        raise Refused("more bytes follow its arrays")
+    return jax.tree.unflatten(jax.tree.structure(template), found)
 
 
-def _load(name: str, array: Array, expected: Any) -> np.ndarray:
-    shape, stream = np.shape(expected), io.BytesIO(array.data)
+def _title(leaves: list[tuple[str, Any]]) -> str:
+    return " ".join(name for name, _ in leaves)
+
+
+def _load(name: str, stream: io.BytesIO, expected: Any) -> np.ndarray:
+    shape = np.shape(expected)
     try:
         version = np.lib.format.read_magic(stream)
         found, columns_first, dtype = np.lib.format.read_array_header_1_0(stream)
@@ -127,9 +141,10 @@ def _load(name: str, array: Array, expected: Any) -> np.ndarray:
         raise Refused(f"{name} has shape {found}, expected {shape}")
     if dtype != expected.dtype:
         raise Refused(f"{name} has type {dtype}, expected {expected.dtype}")
-    content = stream.read()
-    if len(content) != dtype.itemsize * math.prod(shape):
-        raise Refused(f"{name} has {len(content)} bytes, expected {dtype.itemsize * math.prod(shape)}")
+    size = dtype.itemsize * math.prod(shape)
+    content = stream.read(size)
+    if len(content) != size:
+        raise Refused(f"{name} has {len(content)} bytes, expected {size}")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if columns_first else "C")
 
 

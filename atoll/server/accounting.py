@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from ..algorithms.base import check_positive
@@ -129,6 +128,8 @@ def _gaussian_epsilon(ratio: float, times: int, delta: float) -> float:
     high = 0.5 / ratio**2 + _TAIL / ratio
     while _gaussian_delta(ratio, high) > delta:
         high *= 2
+    from scipy.optimize import brentq  # takes long to import, and most runs need none of it
+
     return float(brentq(lambda epsilon: _gaussian_delta(ratio, epsilon) - delta, 0.0, high))
 
 
