@@ -18,19 +18,18 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_disable_most_optimizations", True)  # most of the tests' time is compilation
 
 
 @pytest.fixture(scope="module")
-def optimized() -> Iterator[None]:
-    """Programs as users run them."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
+def few_optimizations() -> Iterator[None]:
+    """For tests whose time is compilation."""
     jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
-def quick_random_numbers() -> Iterator[None]:
-    """Random numbers that compile fast."""
+def quick_compilation(few_optimizations: None) -> Iterator[None]:
+    """Also random numbers that compile fast."""
     with jax.default_prng_impl("unsafe_rbg"):
         yield

@@ -16,8 +16,6 @@ import atoll
 from atoll.engines.local import LocalEngine, share_out
 from atoll.problems.quadratic import QuadraticProblem
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 
 def _federation(algorithm: atoll.Algorithm, **changes: Any) -> atoll.Federation:
     values: dict[str, Any] = {"clients": 9, "cohort": 5, "rounds": 4} | changes

@@ -12,8 +12,6 @@ from jax.flatten_util import ravel_pytree
 from atoll.algorithms.meta import ORDERS, meta_gradient
 from atoll.problems.models import Mlp
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 ALPHA = 0.3
 
 

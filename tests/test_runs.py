@@ -17,8 +17,6 @@ import pytest
 import atoll
 from atoll.store import ClientStore
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 
 def _federation(algorithm: atoll.Algorithm | None = None, **changes: Any) -> atoll.Federation:
     values: dict[str, Any] = {

@@ -29,7 +29,7 @@ SMALL = Experiment(
     GridNetwork(2, 8),
     Training(epochs=4, epoch=20, warmup=8),
 )
-pytestmark = pytest.mark.usefixtures("quick_random_numbers")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def _config(folder: Path, experiment: Experiment) -> str:
@@ -129,7 +129,7 @@ def test_the_table_trains_what_is_missing_and_stands_beside_the_papers(
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, quick_random_numbers: None) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     words = ["run", _config(folder, SMALL), "--method", "frl", "--epochs", "2", "--learning.noise.clip", "5"]
     assert main([*words, "--runs-dir", str(folder), "--name", "done"]) == 0

@@ -25,7 +25,7 @@ from atoll.vertical.world import Outcome, Played, Score, Stage, WorldSettings, j
 
 advance = jax.jit(training.advance, static_argnums=(1, 3, 4))
 begin = jax.jit(training.begin, static_argnums=(1, 3))
-pytestmark = pytest.mark.usefixtures("quick_random_numbers")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 MOVES = [(-1, 0), (1, 0), (0, -1), (0, 1)]
 
 
@@ -247,7 +247,7 @@ def _talk(setup: Setup) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Messag
 
 
 @pytest.fixture(scope="module")
-def conversation(quick_random_numbers: None) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
+def conversation(quick_compilation: None) -> tuple[Any, tuple[Any, ...], Any, list[protocol.Message]]:
     return _talk(signals_setup(3))
 
 
@@ -296,7 +296,7 @@ def test_no_message_holds_what_is_private(conversation: Any) -> None:
     assert _known(rewards[~ended], targets) == 0  # Y = r only at an episode's end: the method says that much
 
 
-def test_nor_does_one_where_the_head_stays_with_the_lead(quick_random_numbers: None) -> None:
+def test_nor_does_one_where_the_head_stays_with_the_lead(quick_compilation: None) -> None:
     lead, parties, _, log = _talk(signals_setup(2, exchange="gradient"))
     assert {message.call for message in log} == {"begin", "act", "values", "correct"}
     told = _told(log)
