@@ -22,10 +22,11 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 @pytest.fixture(scope="module")
 def few_optimizations() -> Iterator[None]:
-    """For tests whose time is compilation."""
+    """For tests whose time is compilation; no program of theirs is left to others, whose bits may be compared."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
