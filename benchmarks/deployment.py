@@ -36,6 +36,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10, help="at least 3")
     options = parser.parse_args()
+    for case in options.cases:
+        if case not in CASES:
+            parser.error(f"unknown case '{case}'; choose from {', '.join(CASES)}")
+    if options.clients < 1 or options.rounds < 3:
+        parser.error(f"clients is {options.clients}, rounds {options.rounds}; at least 1 and 3 are needed")
     for case in options.cases or ["mnist", "cheetah"]:
         with tempfile.TemporaryDirectory() as folder:
             measure(Path(folder), CASES[case], options.clients, options.rounds)

@@ -114,9 +114,10 @@ class LocalEngine:
     def of(devices: Sequence[Any] | None = None, vectorised: bool | None = None) -> "LocalEngine":
         """An engine on `devices` (default: all local ones), vectorised unless they are CPUs."""
         chosen = tuple(devices or jax.local_devices())
-        if chosen[0].platform != "cpu":
+        on_cpu = chosen[0].platform == "cpu"
+        if not on_cpu:
             full_precision()
-        return LocalEngine(chosen, chosen[0].platform != "cpu" if vectorised is None else vectorised)
+        return LocalEngine(chosen, not on_cpu if vectorised is None else vectorised)
 
     def sized(self, cohort: int) -> "LocalEngine":
         """The same engine on no more devices than a cohort of that size can use."""

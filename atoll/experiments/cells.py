@@ -18,7 +18,7 @@ from scipy import stats
 
 from ..federation import Federation, Record, Run
 from ..fleet import Fleet, FleetWatcher
-from ..machine import cores
+from ..machine import cores, keep_compiled
 from ..runs import write_atomically
 
 Cell = dict[str, Any]
@@ -187,8 +187,7 @@ def _settle(free: Any, cache: str) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_prefer_vector_width=512"
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    keep_compiled(Path(cache))
 
 
 def _end_with_parent() -> None:
