@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rival import Torch
 
 import atoll
 from atoll.problems.data import Dataset
@@ -81,26 +82,6 @@ def hand_written_round(model: str, steps: int) -> Callable[[], Any]:
     return run
 
 
-class Torch:
-    """A round of the PyTorch loop in another process."""
-
-    def __init__(self, python: str, model: str, steps: int) -> None:
-        script = Path(__file__).with_name("torch_loop.py")
-        sizes = [f"--clients={CLIENTS}", f"--steps={steps}", f"--batch={BATCH}"]
-        command = [python, str(script), model, *sizes]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._read()
-
-    def _read(self) -> str:
-        assert self.process.stdout
-        return self.process.stdout.readline()
-
-    def seconds(self, rounds: int) -> float:
-        assert self.process.stdin
-        print(f"go {rounds}", file=self.process.stdin, flush=True)
-        return float(self._read()) / rounds
-
-
 def seconds(work: Callable[[], Any], rounds: int) -> float:
     start = time.perf_counter()
     for _ in range(rounds):
@@ -116,7 +97,8 @@ def race(model: str, steps: int, rounds: int, turns: int, torch: str | None) -> 
         compile_seconds[name] = round(seconds(work, 1), 2)
         contestants[name] = partial(seconds, work)
     if torch:
-        contestants["PyTorch, one thread"] = Torch(torch, model, steps).seconds
+        sizes = (f"--clients={CLIENTS}", f"--steps={steps}", f"--batch={BATCH}")
+        contestants["PyTorch, one thread"] = Torch(torch, "torch_loop.py", model, *sizes).seconds
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(turns):
         for name, work in contestants.items():

@@ -11,13 +11,27 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 parser = argparse.ArgumentParser()
-parser.add_argument("model", choices=["mlp", "cnn"])
+parser.add_argument("model", choices=["mlp", "cnn", "vgg11"])
 parser.add_argument("--clients", type=int)
 parser.add_argument("--steps", type=int)
 parser.add_argument("--batch", type=int)
+parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
 options = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(0)
+
+
+def vgg11() -> nn.Module:
+    layers: list[nn.Module] = []
+    channels = 3
+    for block in ((64,), (128,), (256, 256), (512, 512), (512, 512)):
+        for width in block:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Dropout(0.5), nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 512)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(512, 100))
+
 
 MODELS = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)),
@@ -25,9 +39,12 @@ MODELS = {
         nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Dropout(0.2), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10),
     ),
+    "vgg11": vgg11,
 }  # fmt: skip
-shared = MODELS[options.model]()
-x, y = torch.rand(20_000, 1, 28, 28), torch.randint(0, 10, (20_000,))
+shape, classes = ((3, 32, 32), 100) if options.model == "vgg11" else ((1, 28, 28), 10)
+shared = MODELS[options.model]().to(options.device)
+x = torch.rand(20_000, *shape, device=options.device)
+y = torch.randint(0, classes, (20_000,), device=options.device)
 share = len(x) // options.clients
 
 
@@ -37,7 +54,7 @@ def one_round() -> None:
         model = copy.deepcopy(shared)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(options.steps):
-            rows = client * share + torch.randint(0, share, (options.batch,))
+            rows = client * share + torch.randint(0, share, (options.batch,), device=options.device)
             optimizer.zero_grad()
             cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()
@@ -46,6 +63,8 @@ def one_round() -> None:
     with torch.no_grad():
         for parameter, value in zip(shared.parameters(), total, strict=True):
             parameter.copy_(value / options.clients)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
 
 
 one_round()

@@ -12,13 +12,12 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX starts its
 import argparse
 import json
 import platform
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from rival import Torch
 
 from atoll.vertical import Experiment, GridWorld, Training, Trials
 
@@ -40,29 +39,11 @@ class Atoll:
         return (time.perf_counter() - start) / steps
 
 
-class Torch:
-    """The PyTorch loop in another process."""
-
-    def __init__(self, python: str, method: str) -> None:
-        command = [python, str(Path(__file__).with_name("torch_frl.py")), method]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._read()
-
-    def _read(self) -> str:
-        assert self.process.stdout
-        return self.process.stdout.readline()
-
-    def seconds(self, steps: int) -> float:
-        assert self.process.stdin
-        print(f"go {steps}", file=self.process.stdin, flush=True)
-        return float(self._read()) / steps
-
-
 def race(method: str, steps: int, turns: int, torch: str | None) -> dict[str, Any]:
     ours = Atoll(method, steps)
     contestants: dict[str, Any] = {"atoll": ours}
     if torch:
-        contestants["PyTorch, one thread"] = Torch(torch, method)
+        contestants["PyTorch, one thread"] = Torch(torch, "torch_frl.py", method)
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(turns):
         for name, contestant in contestants.items():

@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     _compiled = tempfile.TemporaryDirectory()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most of the tests' time is compilation
 
 import jax
 import pytest
@@ -21,16 +22,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 
 @pytest.fixture(scope="module")
-def few_optimizations() -> Iterator[None]:
-    """For tests whose time is compilation; no program of theirs is left to others, whose bits may be compared."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def quick_compilation(few_optimizations: None) -> Iterator[None]:
-    """Also random numbers that compile fast."""
+def quick_compilation() -> Iterator[None]:
+    """Random numbers that compile fast."""
     with jax.default_prng_impl("unsafe_rbg"):
         yield

@@ -27,8 +27,6 @@ from atoll.server.accounting import composed, spent
 from atoll.server.privacy import Central, Local
 from atoll.server.secret import longest, private_mean, released
 
-pytestmark = pytest.mark.usefixtures("few_optimizations")
-
 FORM = "own(shape=(4,), classes=3)"
 OWN = atoll.Classification(FORM, "iid", "mlp(widths=(8,))", batch=8, scaling="none")
 ALGORITHM = atoll.FedAvg(rate=0.5, steps=20)

@@ -22,8 +22,6 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install 'atoll[fl
 from atoll.certs import make_certs
 from atoll.deploy import _free_port, _python
 
-pytestmark = pytest.mark.usefixtures("few_optimizations")
-
 CLIENTS, ROUNDS = 8, 20
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 

@@ -33,8 +33,6 @@ from atoll.engines.terms import Terms
 from atoll.engines.wire import PROTOCOL, pack, unpack
 from atoll.errors import Refused
 
-pytestmark = pytest.mark.usefixtures("few_optimizations")
-
 Mischief = Callable[[Message], Message | None]
 
 

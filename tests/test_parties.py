@@ -51,16 +51,13 @@ Tamper = Callable[[tuple[str, ...], tuple[Any, ...]], tuple[Any, ...]]
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_random_numbers() -> Iterator[None]:
-    """Most of the time here is compilation; as in test_vertical, but for the threads of a server too."""
-    quick = {"jax_default_prng_impl": "unsafe_rbg", "jax_disable_most_optimizations": True}
-    before = {name: jax.config.values[name] for name in quick}
-    for name, value in quick.items():
-        jax.config.update(name, value)
+    """As in test_vertical, but for the threads of a server too."""
+    before = jax.config.values["jax_default_prng_impl"]
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     trials.KINDS["signals"] = Signals
     yield
     del trials.KINDS["signals"]
-    for name, value in before.items():
-        jax.config.update(name, value)
+    jax.config.update("jax_default_prng_impl", before)
 
 
 @pytest.fixture(scope="module")
@@ -437,8 +434,7 @@ def test_a_folder_of_a_lead_is_reported_and_says_how_to_go_on(
 def test_a_killed_process_rejoins(whole: Any, machines: Machines, tmp_path: Path, certs: Path) -> None:
     """Party 2 as a process of its own, killed twice; all numbers are those of the run without faults."""
     machines.end(1)
-    start = "import jax; from test_parties import Signals, main, trials; trials.KINDS['signals'] = Signals; "
-    start += "jax.config.update('jax_disable_most_optimizations', True); main()"
+    start = "from test_parties import Signals, main, trials; trials.KINDS['signals'] = Signals; main()"
     command = [sys.executable, "-c", start, "party", "serve", "--party", "2", "--repeatable"]
     command += ["--listen", f"127.0.0.1:{machines.ports[1]}", "--certs", str(certs / "ours" / "party-2")]
     paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
