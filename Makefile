@@ -21,7 +21,7 @@ bench: setup
 	$(BIN)/python benchmarks/speed.py --torch .venv-bench/bin/python
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/server.py
-	$(BIN)/python benchmarks/images.py cnn --runs 2 --rounds 1 --torch .venv-bench/bin/python
+	$(BIN)/python benchmarks/images.py cnn --runs 1 --rounds 1 --torch .venv-bench/bin/python
 	$(BIN)/python benchmarks/parties.py
 	$(BIN)/python benchmarks/deployment.py
 	$(BIN)/python benchmarks/vertical.py --torch .venv-bench/bin/python

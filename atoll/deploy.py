@@ -26,7 +26,7 @@ from .client import Brings, Limits
 from .engines.terms import Terms
 from .errors import AtollError, require
 from .federation import Federation, ctrl_c
-from .machine import keep_compiled
+from .machine import free_port, keep_compiled
 from .recipes import RECIPES
 from .runs import write_atomically
 from .terminal import INTERRUPTED, base_federation, describe, free_name, host_and_port, option, parse, positional
@@ -152,7 +152,7 @@ def join_command(arguments: list[str]) -> int:
     folder = (options.client_dir or Path(f"client-{options.client_id}")).resolve()
     brings = Brings.of({"data": options.data, "test-fraction": options.test_fraction, "task": options.task})
     words = str(brings)
-    port = _free_port()
+    port = free_port()
     command = [*_python("supernode"), "--superlink", address, "--isolation", "process"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--node-config", str(folder / "node.toml")]
@@ -347,12 +347,6 @@ def _reachable(host: str, port: int) -> str:
     """Where this machine reaches a server that listens at `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

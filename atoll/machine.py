@@ -1,12 +1,20 @@
 """What this machine offers."""
 
 import os
+import socket
 from pathlib import Path
 
 
 def cores() -> list[int]:
     """CPU cores this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens at on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def keep_compiled(folder: Path) -> None:

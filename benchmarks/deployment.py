@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atoll.certs import make_certs
-from atoll.deploy import _free_port
+from atoll.machine import free_port
 
 CASES = {"mnist": "per-fedavg", "cheetah": "fmrl/cheetah-dir", "glyphs": "glyphs"}
 KINDS = {  # by a word of the command line
@@ -49,7 +49,7 @@ def main() -> None:
 def measure(folder: Path, recipe: str, clients: int, rounds: int) -> None:
     """Train one federation and print its figures."""
     make_certs(folder / "certs", clients, [])
-    address, size = f"127.0.0.1:{_free_port()}", str(clients)
+    address, size = f"127.0.0.1:{free_port()}", str(clients)
     serve = ["serve", recipe, "--clients", size, "--cohort", size, "--min-clients", size, "--rounds", str(rounds)]
     serve += ["--evaluation.every", str(rounds), "--name", "run", "--listen", address]
     print("atoll", *serve, flush=True)

@@ -4,7 +4,7 @@
 
 A client's work is that of FedDRL's CE partition of 10 clients: 5 epochs in batches of 10 over its own images, here
 noise of MNIST's and CIFAR-100's shapes. The agent that weighs the clients takes its lessons beside them. PyTorch trains
-one client.
+one client after another, on as many threads as there are cores.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from rival import Torch
 
 import atoll
 from atoll.fleet import Fleet
+from atoll.machine import cores
 from atoll.problems.data import Dataset
 
 CLIENTS, EPOCHS, BATCH = 10, 5, 10
@@ -37,6 +38,7 @@ def main() -> None:
             parser.error(f"unknown model '{model}'; choose from {', '.join(SAMPLES)}")
     if min(options.runs, options.rounds) < 1:
         parser.error(f"runs is {options.runs}, rounds {options.rounds}; both must be at least 1")
+    jax.config.update("jax_num_cpu_devices", len(cores()))  # as atoll's commands do
     print(jax.devices()[0].device_kind, "JAX", jax.__version__, flush=True)
     for model in options.models or SAMPLES:
         ours = speed(model, options.runs, options.rounds, options.weighting)
@@ -71,7 +73,7 @@ def speed(model: str, runs: int, rounds: int, weighting: str) -> float:
 
 def torch_speed(python: str, model: str, rounds: int) -> float:
     steps, device = 200, "cpu" if jax.devices()[0].platform == "cpu" else "cuda"
-    sizes = ("--clients=1", f"--steps={steps}", f"--batch={BATCH}", f"--device={device}")
+    sizes = ("--clients=1", f"--steps={steps}", f"--batch={BATCH}", f"--device={device}", f"--threads={len(cores())}")
     torch = Torch(python, "torch_loop.py", model, *sizes)
     rate = steps * BATCH / torch.seconds(rounds)
     torch.end()

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 from atoll.certs import make_party_certs
-from atoll.deploy import _free_port
+from atoll.machine import free_port
 from atoll.vertical import METHODS, Experiment, GridWorld, Training
 from atoll.vertical.leading import RemoteTraining, remote_step
 from atoll.vertical.remote import RemotePeer
@@ -41,7 +41,7 @@ def main() -> None:
         try:
             peers = []
             for place in range(1, options.parties):
-                address = f"127.0.0.1:{_free_port()}"
+                address = f"127.0.0.1:{free_port()}"
                 command = [sys.executable, "-m", "atoll.cli", "party", "serve", "--party", str(place)]
                 processes.append(subprocess.Popen([*command, "--listen", address], cwd=root, stderr=subprocess.DEVNULL))
                 peers.append(RemotePeer(place, address, root / "certs" / "lead"))

@@ -15,9 +15,10 @@ parser.add_argument("model", choices=["mlp", "cnn", "vgg11"])
 parser.add_argument("--clients", type=int)
 parser.add_argument("--steps", type=int)
 parser.add_argument("--batch", type=int)
+parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
 options = parser.parse_args()
-torch.set_num_threads(1)
+torch.set_num_threads(options.threads)
 torch.manual_seed(0)
 
 

@@ -20,7 +20,8 @@ import atoll
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'atoll[flower]'")
 
 from atoll.certs import make_certs
-from atoll.deploy import _free_port, _python
+from atoll.deploy import _python
+from atoll.machine import free_port
 
 CLIENTS, ROUNDS = 8, 20
 ATOLL = [sys.executable, "-m", "atoll.cli"]
@@ -30,7 +31,7 @@ class Party:
     """The processes of a federation in one folder."""
 
     def __init__(self, folder: Path, federation: atoll.Federation) -> None:
-        self.folder, self.address = folder, f"127.0.0.1:{_free_port()}"
+        self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "config.json").write_text(json.dumps({"federation": federation.config()}))
         make_certs(folder / "certs", federation.clients, [])
@@ -53,7 +54,7 @@ class Party:
     def join_with_another_key(self) -> None:
         make_certs(self.folder / "stranger", 1, [])
         node = [*_python("supernode"), "--superlink", self.address, "--isolation", "process"]
-        node += ["--root-certificates", "certs/client-0/ca.crt", "--port", str(_free_port())]
+        node += ["--root-certificates", "certs/client-0/ca.crt", "--port", str(free_port())]
         self.start("stranger", [*node, "--auth-supernode-private-key", "stranger/client-0/client.key"])
 
     def kill(self, name: str, wholly: bool = False) -> None:

@@ -17,15 +17,13 @@ import pytest
 import atoll
 from atoll.cli import main
 from atoll.engines.processes import LeadingEngine, Peer, find_leader, follow, gather_followers, leading
+from atoll.machine import free_port
 
 GLYPHS = atoll.Classification("glyphs", "dirichlet(0.3)", "logistic", batch=8)  # clients of unequal size
 
 
 def _address() -> tuple[str, int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        host, port = probe.getsockname()
-        return host, port
+    return "127.0.0.1", free_port()
 
 
 def _bits(run: atoll.Run) -> list[bytes]:

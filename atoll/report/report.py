@@ -60,8 +60,9 @@ def figure(runs: Sequence[Logged]) -> Figure:
         people.plot(share, final[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
         people.plot(share, final[:, 1], color=colour, linewidth=2.2)
     steps = len(runs[0].evaluations[0]["evaluation"]["seen"][score]) - 1
-    curves.plot([], [], color="0.4", linestyle=(0, (4, 2)), label="before adapting")
-    curves.plot([], [], color="0.4", linewidth=2.2, label=f"after {steps} step{'s' * (steps != 1)} on own data")
+    if steps:
+        curves.plot([], [], color="0.4", linestyle=(0, (4, 2)), label="before adapting")
+        curves.plot([], [], color="0.4", linewidth=2.2, label=f"after {steps} step{'s' * (steps != 1)} on own data")
     curves.set(xlabel="round", ylabel=f"mean {unit} over clients", title="Training")
     people.set(xlabel="clients, worst to best (%)", ylabel=unit, title="Every client after the last round")
     curves.legend(frameon=False, fontsize=9)
@@ -79,9 +80,9 @@ def table(runs: Sequence[Logged]) -> str:
     """Final scores in Markdown: before and after each adaptation step, training clients and new ones."""
     score = runs[0].score
     steps = max(len(run.evaluations[-1]["evaluation"]["seen"].get(score, ())) for run in runs)
-    columns = [f"after {step}" if step else "before" for step in range(steps)]
+    columns = [f"after {step}" if step else "before" for step in range(steps)] if steps > 1 else [score]
     lines = [
-        f"| run | algorithm | round | clients | {' | '.join(columns)} | worst 10% after |",
+        f"| run | algorithm | round | clients | {' | '.join(columns)} | worst 10% |",
         "|" + "---|" * (5 + steps),
     ]
     for run in runs:
