@@ -225,9 +225,9 @@ def _config(tmp_path: Path, rounds: int) -> str:
 
 
 def test_killed_in_mid_run_nothing_but_the_current_round_is_lost(tmp_path: Path) -> None:
-    config, run = _config(tmp_path, 3000), tmp_path / "runs" / "killed"
+    config, run = _config(tmp_path, 1000), tmp_path / "runs" / "killed"
     process = _spawn("run", config, "--name", "killed", "--runs-dir", str(tmp_path / "runs"))
-    for lines in (300, 900):
+    for lines in (100, 300):
         _wait_for_lines(run / "metrics.jsonl", lines, process)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

@@ -341,7 +341,7 @@ class GridItem(Item):
         grid: Any = experiment.world
         grid, training = dataclasses.replace(grid, setting=setting, history=value), experiment.training
         if self.scale == "quick":
-            grid = dataclasses.replace(grid, counts=(6400, 200, 400))
+            grid = dataclasses.replace(grid, counts=tuple(map(min, grid.counts, (6400, 200, 400))))
             training = dataclasses.replace(training, epochs=6)
         return dataclasses.replace(experiment, world=grid, training=training, seed=number)
 
