@@ -13,7 +13,7 @@ from .engines.local import LocalEngine
 from .errors import AtollError, require
 from .federation import Federation, Record, Run
 from .fleet import Fleet
-from .runs import load_part, newest_checkpoint, save_part
+from .runs import RunFiles, load_part, newest_checkpoint, save_part
 from .server.impact import Agent, FedDrl, Mind
 
 AGENT = "agent.npz"  # name of an agent's file in a run's directory
@@ -47,11 +47,28 @@ def load_mind(source: str | Path, federation: Federation) -> Mind:
     agent = weighting.init(federation.cohort, federation.clients, federation.seed)
     first = f"{_PART}/networks/policy/0/w"
     inputs, width = found[first].shape if first in found else (0, 0)
+    alike = weighting.slots == "alike"  # such an agent sees one client at a time
+    if inputs == 3 and not alike and federation.cohort > 1:
+        raise AtollError(f"the agent in {file} decides client by client; set --server.weighting 'feddrl(slots=alike)'")
+    if alike and inputs != 3:
+        raise AtollError(
+            f"the agent in {file} decides about {inputs // 3} clients together, but slots is alike; "
+            "set it to clients or losses, as the agent was trained"
+        )
     require(
-        inputs == 3 * federation.cohort,
+        alike or inputs == 3 * federation.cohort,
         f"the agent in {file} decides about {inputs // 3} clients, but cohort is {federation.cohort}; "
         f"set --cohort {inputs // 3} or train another agent",
     )
+    if path.is_dir() and (path / "config.json").exists():
+        taught = weighting_of(Federation.from_config(RunFiles.read_config(path).get("federation")))
+        for name in ("slots", "variant"):
+            theirs, ours = getattr(taught, name), getattr(weighting, name)
+            require(
+                theirs == ours,
+                f"the agent in {path} was trained with {name} {theirs}, but {name} is {ours}; "
+                f"set --server.weighting 'feddrl({name}={theirs})'",
+            )
     require(
         width == weighting.width,
         f"the agent in {file} has layers of {width} neurons, but width is {weighting.width}; "
@@ -74,9 +91,10 @@ def train_mind(
     watch: Callable[[list[Record]], None] | None = None,
     checkpoint_every: int = 10,
 ) -> Mind | None:
-    """Two-stage training: what an agent learned from `workers` runs of the federation with seeds of their own.
+    """Two-stage training: what an agent learned from `workers` runs of the federation.
 
-    The runs are kept in `directory`/worker-1, ..., and the agent in `directory`; interrupted, which returns
+    All have the federation's clients and begin with the same agent; cohorts, batches and exploration are their own.
+    They are kept in `directory`/worker-1, ..., and the agent in `directory`; interrupted, which returns
     None, the same call goes on.
     """
     require(workers >= 1, f"workers is {workers}; it takes at least 1 to collect experience")
@@ -86,9 +104,14 @@ def train_mind(
     seeds = [(federation.seed + 1000 * (worker + 1)) % 2**32 for worker in range(workers)]
     runs: list[Run] = []
     try:
+        problem = federation.problem.build(federation.clients, federation.new_clients, federation.seed)
+        first: Agent = weighting.init(federation.cohort, federation.clients, federation.seed)
         for worker, seed in enumerate(seeds):
             settings = dataclasses.replace(federation, seed=seed)
-            runs.append(settings.start_or_resume(directory / f"worker-{worker + 1}", engine))
+            run = settings.start_or_resume(directory / f"worker-{worker + 1}", engine, problem=problem)
+            runs.append(run)
+            if not run.begun:
+                install(run, first.mind)
         fleet = Fleet(runs)
         fleet.advance(watch, checkpoint_every)
         if fleet.interrupted:

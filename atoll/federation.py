@@ -32,6 +32,8 @@ from .problems import PROBLEMS
 from .problems.base import Params, Problem, ProblemSettings
 from .runs import RunFiles, main_score
 from .server import Server
+from .server.accounting import DELTA, spent
+from .server.privacy import Central, Local
 from .settings import from_dict, to_dict
 from .store import ClientStore
 
@@ -101,23 +103,29 @@ class Federation:
         require(0 <= self.dropout <= 1, f"dropout is {self.dropout}; it is a probability, 0 to 1")
         require(0 <= self.stragglers <= 1, f"stragglers is {self.stragglers}; it is a probability, 0 to 1")
 
-    def start(self, directory: str | Path | None = None, engine: LocalEngine | None = None) -> "Run":
-        """A run before its first round; with a `directory` it logs and checkpoints there."""
+    def start(
+        self, directory: str | Path | None = None, engine: LocalEngine | None = None, problem: Problem | None = None
+    ) -> "Run":
+        """A run before its first round, of `problem` if it has been built; with a `directory` it logs there."""
         config = {"federation": self.config()} if directory is not None else {}
-        run = Run(self, engine or LocalEngine.of())  # bad settings must show before a directory is made
+        run = Run(self, engine or LocalEngine.of(), problem)  # bad settings must show before a directory is made
         if directory is not None:
             run.files = RunFiles.create(Path(directory), config)
         return run
 
     def start_or_resume(
-        self, directory: str | Path, engine: LocalEngine | None = None, any_rounds: bool = False
+        self,
+        directory: str | Path,
+        engine: LocalEngine | None = None,
+        any_rounds: bool = False,
+        problem: Problem | None = None,
     ) -> "Run":
         """The run in `directory`, which must have these settings (`any_rounds`: but for its rounds), or a new one."""
         path = Path(directory)
         if not (path / "config.json").exists():
-            return self.start(path, engine)
+            return self.start(path, engine, problem)
         self.check_same(path, any_rounds)
-        return Run.resume(path, self.rounds, engine)
+        return Run.resume(path, self.rounds, engine, problem)
 
     def check_same(self, path: Path, any_rounds: bool = False) -> None:
         """The run in `path` must have these settings (`any_rounds`: but for its rounds)."""
@@ -195,13 +203,18 @@ class Run:
         self.work = Work(training, f.algorithm, f.seed, faults)
 
     @staticmethod
-    def resume(directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None) -> "Run":
+    def resume(
+        directory: str | Path,
+        rounds: int | None = None,
+        engine: LocalEngine | None = None,
+        problem: Problem | None = None,
+    ) -> "Run":
         """The run in `directory` as its newest whole checkpoint left it, to go on to `rounds`."""
         path = Path(directory)
         federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
         if rounds is not None:
             federation = dataclasses.replace(federation, rounds=rounds)
-        run = Run(federation, engine or LocalEngine.of())
+        run = Run(federation, engine or LocalEngine.of(), problem)
         run.reopen(path)
         return run
 
@@ -210,6 +223,11 @@ class Run:
         self.files = RunFiles(path)
         try:
             restored = self.files.restore(self.state, self.store)
+            require(
+                restored is None or restored[0] <= self.federation.rounds,
+                f"{path} has trained to round {restored and restored[0]}, but rounds is {self.federation.rounds}; "
+                "ask for as many or more, or name another directory",
+            )
             self.files.write_config({"federation": self.federation.config()})
         except BaseException:
             self.close()
@@ -320,6 +338,9 @@ class Run:
         shared = self.shared_scores()
         if shared:
             record["evaluation"]["shared"] = {name: _number(value) for name, value in shared.items()}
+        if isinstance(self.rule.privacy, Central | Local):
+            epsilon = spent(self.rule.privacy, self.round, self.federation.clients, self.federation.cohort, DELTA)
+            record["privacy"] = {"noise": "seeded", "epsilon": _number(epsilon), "delta": DELTA}
         if self.files:
             self.files.log_clients(by_client)
         return record

@@ -19,6 +19,8 @@ class Recipe:
     summary: str
     federation: Federation
     rivals: dict[str, Algorithm]
+    rivals_server: Server | None = None
+    """what the other algorithms' servers do (default: the federation's)"""
 
     def with_algorithm(self, name: str) -> Federation:
         """The federation with the algorithm `name`, as the recipe sets it or with its defaults."""
@@ -27,6 +29,7 @@ class Recipe:
         f = self.federation
         if ALGORITHMS[name] is type(f.algorithm):
             return f
+        f = dataclasses.replace(f, server=self.rivals_server or f.server)
         return with_budget(f, self.rivals.get(name) or ALGORITHMS[name]())
 
 
@@ -71,7 +74,8 @@ def _fmrl(task: str, words: str, eta: float, lam: float) -> Recipe:
         {
             "fedavg": FedAvg(0.001, 5),
             "fedprox": FedProx(0.001, 5),
-            "pfedme": PFedMe(rate=0.001, inner_rate=0.001, lam=15.0, steps=5, inner_steps=5),
+            # Without the pull: at the rates of evaluation it would undo most of every step but the first.
+            "pfedme": PFedMe(rate=0.001, inner_rate=0.001, lam=15.0, steps=5, inner_steps=5, pulled=False),
             "ditto": Ditto(0.001, 0.01, steps=5, personal_steps=5),
             "fedrep": FedRep(0.001, head_steps=5, steps=5),
             "local-only": LocalOnly(0.01, 5),
@@ -131,6 +135,7 @@ def _feddrl(data: str, partition: str) -> Recipe:
             evaluation=Evaluation(every=10, steps=0),
         ),
         _rivals(0.01, 100, 10) | {"fedprox": FedProx(0.01, epochs=5), "centralised": Centralised(0.01, epochs=5)},
+        Server("samples", "sgd(rate=1.0)"),
     )
 
 

@@ -1,52 +1,18 @@
 """What FedDRL's server costs (the paper's Figure 9), measured in one run:  python benchmarks/server.py
 
-1. combining the updates of K clients of FedDRL's CNN, by samples and by the agent; the difference is the decision
-2. the agent's lesson after a round, at a memory of 1,000 rounds
-3. a round of training with the agent, learning or not, against one by samples: the lesson runs beside the training
+1. averaging the models of K clients of FedDRL's CNN, the agent's decision about their weights, and its lesson after a
+   round, at a memory of 1,000 rounds (`atoll reproduce feddrl/fig9` has VGG-11 too)
+2. a round of training with the agent, learning or not, against one by samples: the lesson runs beside the training
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 import atoll
-from atoll.problems.models import MODELS
-from atoll.server import Reports
-
-
-def milliseconds(function: Callable[[], Any], repeats: int) -> float:
-    jax.block_until_ready(function())
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function())
-        found.append(1000 * (time.perf_counter() - start))
-    return statistics.median(found)
-
-
-def serving(cohort: int, repeats: int) -> dict[str, float]:
-    """Milliseconds for one aggregation."""
-    params = MODELS["cnn"]().init(jax.random.key(0), (28, 28, 1), 10)
-    updates = jax.tree.map(lambda p: 0.01 * jax.random.normal(jax.random.key(1), (cohort, *p.shape)), params)
-    one, some = jnp.ones(cohort), jnp.linspace(1.0, 2.0, cohort)
-    reports = Reports(1 + jnp.arange(cohort), one, one > 0, jnp.arange(cohort), some, some / 2)
-    found = {}
-    for name in ("samples", "feddrl"):
-        rule = atoll.Server(name).build()
-        state = rule.init(params, cohort)
-        found[name] = milliseconds(partial(jax.jit(rule.step), state, updates, reports), repeats)
-    agent = state.weighting._replace(
-        replay=state.weighting.replay._replace(priority=jnp.ones(2000), written=jnp.asarray(1000))
-    )
-    lesson = milliseconds(partial(jax.jit(rule.weighting.teach), agent), 3)
-    return {**found, "decision": found["feddrl"] - found["samples"], "lesson": lesson}
+from atoll.experiments.server_time import server_times
 
 
 def rounds(count: int) -> dict[str, float]:
@@ -75,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     for cohort in (10, 50):
-        results[f"{cohort} clients"] = found = serving(cohort, arguments.repeats)
+        results[f"{cohort} clients"] = found = server_times("cnn", cohort, arguments.repeats)
         print(f"{cohort} clients: " + ", ".join(f"{name} {value:.2f} ms" for name, value in found.items()), flush=True)
     results["rounds"] = found = rounds(arguments.repeats)
     print("a round: " + ", ".join(f"{name} {value:.1f} ms" for name, value in found.items()), flush=True)

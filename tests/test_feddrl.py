@@ -10,7 +10,7 @@ import pytest
 
 import atoll
 from atoll import cli
-from atoll.experiments import feddrl
+from atoll.experiments import feddrl, server_time
 from atoll.experiments.feddrl import Setting, best, rounds_to, summary
 from atoll.problems.data import Dataset
 from atoll.recipes import RECIPES, recipe
@@ -83,6 +83,7 @@ def test_recipes_are_the_papers_and_come_back_from_text() -> None:
         f = recipe(name).federation
         assert (f.clients, f.cohort, f.rounds, f.evaluation.steps) == (10, 10, 1000, 0)
         assert f.algorithm == atoll.FedAvg(0.01, epochs=5)
+        assert recipe(name).with_algorithm("fedprox").server.weighting == "samples"
         assert recipe(name).with_algorithm("centralised").algorithm == atoll.Centralised(0.01, epochs=5)
         assert atoll.Federation.from_config(json.loads(json.dumps(f.config()))) == f
 
@@ -146,7 +147,8 @@ def test_figures_vary_one_setting_and_nothing_else() -> None:
     assert {job.federation.cohort for job in feddrl.Fig7(scale="paper").jobs().values()} == {10, 20, 30, 40, 50}
     whole = feddrl.Table3(scale="paper").jobs().values()
     assert len(whole) == 3 * 3 * 2 * 4 * 5
-    assert {job.federation.rounds for job in whole if job.about["method"] == "SingleSet"} == {100}
+    single = [job for job in whole if job.about["method"] == "SingleSet"]
+    assert {(job.about["clients"], job.federation.rounds) for job in single} == {(10, 1000), (100, 100)}
 
 
 @pytest.mark.parametrize(
@@ -191,3 +193,13 @@ def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path, monkey
     said.clear()
     assert longer.reproduce(track)
     assert said == []
+
+
+def test_the_servers_time_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_time, "NETWORKS", {"logistic": ((4, 4, 1), 3)})
+    item = server_time.Fig9(repeats=1, out=tmp_path)
+    assert item.reproduce(lambda *_: None)
+    [cell] = [json.loads(path.read_text()) for path in (item.folder / "cells").iterdir()]
+    assert min(cell["aggregation"], cell["decision"], cell["lesson"]) > 0
+    assert "| logistic | 10 |" in item.table()
+    assert (item.folder / "fig9.png").exists()

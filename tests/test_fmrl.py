@@ -32,13 +32,15 @@ def test_a_table_is_made_once_and_remembered(tmp_path: Path) -> None:
     assert "| 1 |" in text
     assert "*457.02*" in text
     assert "FMRL beats FedAvg after one step" in text
-    cells = json.loads((item.folder / "methods.json").read_text())
+    cells = json.loads((item.folder / "table1.json").read_text())
     assert [(c["label"], c["seed"]) for c in cells] == [("FMRL", 0), ("FMRL", 1), ("FedAvg", 0), ("FedAvg", 1)]
     assert all(len(c["final"]["seen"]) == 4 and len(c["final"]["new"]) == 7 for c in cells)
     said.clear()
     assert item.reproduce(lambda done, total, text: said.append(text))
     assert said == []
     assert "new clients" in fmrl.Fig6(methods=("FMRL", "FedAvg"), seeds=2, out=tmp_path).table()
+    assert (item.folder / "table1.md").read_text().rstrip() in text  # other views of the runs have files of their own
+    assert "2 rounds, 1 seeds" in dataclasses.replace(item, seeds=1).table()  # of the seeds asked for alone
 
 
 def test_a_run_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,24 @@ def test_the_codes_variant_scales_the_model_by_the_sum_of_its_weights() -> None:
     np.testing.assert_allclose(after.params["w"], outcome.weights @ models, rtol=1e-5)
 
 
+def test_the_codes_variant_keeps_weights_near_one_in_all() -> None:
+    weighting = FedDrl(width=16, replay=8, variant="code")
+    agent = weighting.init(K, K, 0)
+    decide = jax.jit(weighting.combine)
+    for _ in range(200):
+        _, weights, agent = decide(agent, jnp.eye(K), _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+        assert float(jnp.min(weights)) >= 0
+        assert 0.3 < float(jnp.sum(weights)) < 1.9
+
+
+def test_exploration_keeps_means_within_their_limit() -> None:
+    weighting = FedDrl(width=16, replay=8, limit=0.2, explore=1.0)
+    agent = weighting.init(K, K, 0)
+    for _ in range(5):
+        _, _, agent = _decide(weighting, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
+        assert float(jnp.max(jnp.abs(agent.action[:K]))) <= 0.2 + 1e-6
+
+
 def test_two_stages_train_an_agent_that_other_runs_can_use(tmp_path: Path) -> None:
     f = _federation(rounds=12)
     mind = train_mind(f, 2, tmp_path / "run")
@@ -238,6 +256,11 @@ def test_two_stages_train_an_agent_that_other_runs_can_use(tmp_path: Path) -> No
     again = train_mind(f, 2, tmp_path / "run")  # kept, not trained anew
     assert again is not None
     jax.tree.map(np.testing.assert_array_equal, mind.networks, again.networks)
+    workers = [Run.resume(tmp_path / "run" / f"worker-{k}", problem=f.start().problem) for k in (1, 2)]
+    memories = [np.asarray(run.state.weighting.replay.rounds.state) for run in workers]
+    assert not np.array_equal(*memories)  # the same clients, but cohorts and exploration of their own
+    for run in workers:
+        run.close()
     untrained = f.start().state.weighting.mind
     assert not np.array_equal(mind.networks.policy[0]["w"], untrained.networks.policy[0]["w"])
     run = f.start(tmp_path / "other")
@@ -250,6 +273,7 @@ def test_two_stages_train_an_agent_that_other_runs_can_use(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"server": Server("feddrl(width=16, slots=alike)")}, "decides about 4 clients together, but slots is alike"),
         ({"cohort": 5}, "decides about 4 clients, but cohort is 5"),
         ({"server": Server("feddrl(width=8)")}, "layers of 16 neurons"),
         ({"server": Server("uniform")}, "has no agent"),
@@ -259,6 +283,21 @@ def test_an_agent_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str
     save_mind(tmp_path / "agent.npz", _federation().start().state.weighting.mind)
     with pytest.raises(AtollError, match=words):
         load_mind(tmp_path / "agent.npz", _federation(**changes))
+
+
+def test_an_agent_goes_where_it_sees_and_decides_in_the_same_way(tmp_path: Path) -> None:
+    alike = "feddrl(width=16, replay=32, slots=alike)"
+    for name, weighting in (("alike", alike), ("plain", "feddrl(width=16, replay=32)")):
+        run = _federation(weighting, rounds=1).start(tmp_path / name)
+        run.advance()
+        run.close()
+    load_mind(tmp_path / "alike", _federation(alike, cohort=5))  # one client at a time: any cohort will do
+    with pytest.raises(AtollError, match=r"client by client; set --server.weighting 'feddrl\(slots=alike\)'"):
+        load_mind(tmp_path / "alike", _federation())
+    with pytest.raises(AtollError, match="was trained with slots clients, but slots is losses"):
+        load_mind(tmp_path / "plain", _federation("feddrl(width=16, replay=32, slots=losses)"))
+    with pytest.raises(AtollError, match="was trained with variant paper, but variant is code"):
+        load_mind(tmp_path / "plain", _federation("feddrl(width=16, replay=32, variant=code)"))
 
 
 def test_a_file_without_an_agent_is_refused(tmp_path: Path) -> None:
@@ -271,7 +310,10 @@ def test_a_file_without_an_agent_is_refused(tmp_path: Path) -> None:
         load_mind(tmp_path / "nowhere", _federation())
 
 
-@pytest.mark.parametrize("spec", ["feddrl(beta=0.0)", "feddrl(gamma=1.5)", "feddrl(batch=0)", "feddrl(variant=their)"])
+@pytest.mark.parametrize(
+    "spec",
+    ["feddrl(beta=0.0)", "feddrl(beta=1.0)", "feddrl(gamma=1.5)", "feddrl(batch=0)", "feddrl(variant=their)"],
+)
 def test_bad_settings_are_refused(spec: str) -> None:
     with pytest.raises(AtollError):
         Server(spec).build()

@@ -167,6 +167,8 @@ def test_privacy_comes_back_from_config_and_command_line() -> None:
         (Server(privacy="centrel"), "did you mean 'central'"),
         (Server(privacy="central(clip=0)"), "clip is 0"),
         (Server(privacy="local(noise=-1)"), "noise is -1"),
+        (Server("feddrl", privacy="local"), "for which clients report their losses"),
+        (Server("q-ffl", privacy="local"), "for which clients report their losses"),
         (Server(privacy="local(sigma=1)"), "write local\\(clip=1.0, noise=1.0\\)"),
         (Server("samples", privacy="central"), "weighting is BySamples.*set weighting to uniform or privacy to local"),
     ],

@@ -62,6 +62,8 @@ def test_resuming_gives_the_very_numbers_of_a_run_never_stopped(tmp_path: Path) 
 
 def test_a_finished_run_can_be_taken_further(tmp_path: Path) -> None:
     _federation(rounds=4).run(directory=tmp_path / "run")
+    with pytest.raises(atoll.AtollError, match="run has trained to round 4, but rounds is 3; ask for as many or more"):
+        atoll.Run.resume(tmp_path / "run", rounds=3)
     run = atoll.Run.resume(tmp_path / "run", rounds=8)
     run.advance()
     run.close()

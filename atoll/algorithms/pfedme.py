@@ -31,6 +31,8 @@ class PFedMe(Algorithm):
     """local steps of w a round, the paper's R"""
     inner_steps: int = 5
     """gradient steps that find theta, the paper's K"""
+    pulled: bool = True
+    """False: to adapt, a client takes plain gradient steps, without the pull of theta towards w"""
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate, inner_rate=self.inner_rate, lam=self.lam)
@@ -43,8 +45,8 @@ class PFedMe(Algorithm):
         return self.inner_rate
 
     def adapt(self, problem: Problem, shared: Params, params: Params, batch: Batch, rate: jax.Array | float) -> Params:
-        """One step of `params` = theta on f_i(theta) + lambda / 2 |theta - shared|^2."""
-        return self._towards_theta(problem, shared, params, batch, rate)[0]
+        """One step of `params` = theta on f_i(theta) + lambda / 2 |theta - shared|^2; on f_i alone if not `pulled`."""
+        return self._towards_theta(problem, shared if self.pulled else params, params, batch, rate)[0]
 
     def _towards_theta(
         self, problem: Problem, w: Params, theta: Params, batch: Batch, rate: jax.Array | float

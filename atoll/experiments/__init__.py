@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import feddrl, fmrl, frl, per_fedavg
+from . import feddrl, fmrl, frl, per_fedavg, server_time
 
 EXPERIMENTS: dict[str, type[Any]] = {
     "per-fedavg/table1": per_fedavg.Table1,
@@ -21,6 +21,7 @@ EXPERIMENTS: dict[str, type[Any]] = {
     "feddrl/fig6": feddrl.Fig6,
     "feddrl/fig7": feddrl.Fig7,
     "feddrl/fig8": feddrl.Fig8,
+    "feddrl/fig9": server_time.Fig9,
     "feddrl/fig10": feddrl.Fig10,
     "frl/table1": frl.Table1,
     "frl/fig3": frl.Fig3,

@@ -214,6 +214,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
     """Whether `better` exceeds `worse`, paired by seed, beyond a 95% interval."""
     mean, half = interval(np.asarray(better) - np.asarray(worse))
+    if np.isnan(mean):
+        return "cannot be told (a run is not finite)"
     if np.isnan(half):
         answer = "one seed only"
     elif mean - half > 0:

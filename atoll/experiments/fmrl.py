@@ -23,8 +23,9 @@ from ..report.report import COLOURS
 from ..rl.bodies import TASKS, Dynamics
 from ..runs import read_lines
 from ..server import FedAdam, Server
-from .cells import Cell, Job, Track, read_cells, train_jobs, verdict
-from .show import band, finish, header, row, shown, written
+from ..server.accounting import DELTA
+from .cells import Cell, Job, Track, train_jobs, verdict
+from .show import Shown, band, finish, header, row, shown
 
 METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}
 _CLIP = 0.003  # about the size of an honest client's update
@@ -54,7 +55,7 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class Item(Shown):
     """Settings of every item."""
 
     scale: Literal["quick", "paper"] = "quick"
@@ -84,14 +85,14 @@ class Item:
         check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
 
     @property
-    def kind(self) -> str:
-        """The item's name in files."""
-        return type(self).__name__.lower()
+    def runs(self) -> str:
+        """What the item's runs are called; items with the same share them."""
+        return self.kind
 
     @property
     def folder(self) -> Path:
-        """Where this item's results are; items that compare the methods share theirs."""
-        return self.out / "-".join(filter(None, ("fmrl", self.kind, self.scale, self.dynamics)))
+        """Where this item's results are."""
+        return self.out / "-".join(filter(None, ("fmrl", self.runs, self.scale, self.dynamics)))
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """The federations to compare, by what tells them apart."""
@@ -113,8 +114,8 @@ class Item:
         f = dataclasses.replace(f, problem=problem, **changes)
         return f if self.rounds is None else dataclasses.replace(f, rounds=self.rounds)
 
-    def reproduce(self, track: Track) -> bool:
-        """Run what is missing; False if interrupted."""
+    def jobs(self) -> dict[str, Job]:
+        """Every variant in every environment with every seed."""
         jobs = {}
         for environment in self.environments:
             for label, federation in self.variants(environment).items():
@@ -122,22 +123,18 @@ class Item:
                     name = f"{environment}-{label.replace(' ', '_').replace(',', '')}-seed{seed}"
                     about = {"environment": environment, "label": label, "seed": seed}
                     jobs[name] = Job(dataclasses.replace(federation, seed=seed), about, environment)
+        return jobs
+
+    def reproduce(self, track: Track) -> bool:
+        """Run what is missing; False if interrupted."""
         together = self.together or (1 if jax.default_backend() == "cpu" else 25)
-        return train_jobs(jobs, self.folder, _results, _figures, track, together)
+        return train_jobs(self.jobs(), self.folder, _results, _figures, track, together)
 
-    def cells(self) -> list[Cell]:
-        """All results of this item, in the order of its variants."""
-        wanted = [(e, label) for e in self.environments for label in self.variants(e)]
-        found = [c for c in read_cells(self.folder / "cells") if (c["environment"], c["label"]) in wanted]
-        return sorted(found, key=lambda c: (wanted.index((c["environment"], c["label"])), c["seed"]))
+    def text(self, cells: list[Cell]) -> str:
+        """A table for each environment."""
+        return "\n\n".join(self.table_of(environment, _of(cells, environment)) for environment in self.environments)
 
-    def table(self) -> str:
-        """The results in Markdown; also written beside them, as JSON, Markdown and pictures."""
-        cells = self.cells()
-        text = "\n\n".join(self.text(environment, _of(cells, environment)) for environment in self.environments)
-        return written(self.folder, self.kind, text, cells, self.picture(cells))
-
-    def text(self, environment: str, cells: list[Cell]) -> str:
+    def table_of(self, environment: str, cells: list[Cell]) -> str:
         """Returns after each step, by variant."""
         return _by_steps(environment, cells, "seen", "")
 
@@ -150,7 +147,7 @@ class Table1(Item):
     """FMRL, pFedMe, FedAvg, FedRep, Ditto: mean return on all clients after 0..3 steps, beside the paper's."""
 
     @property
-    def kind(self) -> str:
+    def runs(self) -> str:
         """Figures 1 and 6 are other views of the same runs."""
         return "methods"
 
@@ -158,7 +155,7 @@ class Table1(Item):
         """The five methods."""
         return {method: self.federation(environment, method) for method in self.methods}
 
-    def text(self, environment: str, cells: list[Cell]) -> str:
+    def table_of(self, environment: str, cells: list[Cell]) -> str:
         """Our returns and the paper's, and whether its order of methods holds."""
         theirs = [f"*{method}*" for method in self.methods]
         lines = [_title(environment, cells), "", header(["steps", *self.methods, *theirs])]
@@ -171,7 +168,7 @@ class Table1(Item):
         if "FMRL" in groups:
             best = {m: [c["final"]["seen"][1] for c in group] for m, group in groups.items()}
             for method in groups:
-                if method != "FMRL" and len(best[method]) == len(best["FMRL"]):
+                if method != "FMRL":
                     lines.append(f"- FMRL beats {method} after one step: {verdict(best['FMRL'], best[method])}")
         return "\n".join(lines)
 
@@ -183,7 +180,7 @@ class Fig1(Table1):
 class Fig6(Table1):
     """Clients never seen in training: return after 0, 1, 2, ... adaptation steps (the runs of table 1)."""
 
-    def text(self, environment: str, cells: list[Cell]) -> str:
+    def table_of(self, environment: str, cells: list[Cell]) -> str:
         """Returns of new clients."""
         return _by_steps(environment, cells, "new", "new clients")
 
@@ -211,9 +208,10 @@ class Fig3(Item):
     """FMRL with different local learning rates (beta)."""
 
     def variants(self, environment: str) -> dict[str, Federation]:
-        """Paper's Figure 3."""
+        """Paper's Figure 3, with the eta that was best in Figure 2."""
+        server = FedAdam(0.0003 if environment == "cheetah-dir" else 0.001)
         return {
-            f"beta {beta:g}": self.federation(environment, algorithm=Meta(alpha=0.1, beta=beta, steps=5))
+            f"beta {beta:g}": self.federation(environment, algorithm=Meta(alpha=0.1, beta=beta, steps=5), server=server)
             for beta in (0.0001, 0.0003, 0.001, 0.003, 0.01)
         }
 
@@ -256,7 +254,7 @@ class Orders(Item):
 
 
 class PrivacyCurve(Item):
-    """FMRL under differential privacy: return after one step against epsilon (delta 1 / clients)."""
+    """FMRL under differential privacy: return after one step against epsilon, at delta 1e-5."""
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """Noise on the server that costs a wanted epsilon."""
@@ -266,7 +264,7 @@ class PrivacyCurve(Item):
         optimizer = base.server.optimizer
         found = {"no privacy": base}
         for epsilon in (1.0, 4.0, 16.0, 64.0):
-            noise = noise_for(epsilon, base.rounds, base.clients, base.cohort, 1 / base.clients)
+            noise = noise_for(epsilon, base.rounds, base.clients, base.cohort, DELTA)
             private = Server("uniform", optimizer, f"central(clip={_CLIP}, noise={noise:.4f})")
             found[f"epsilon {epsilon:g}"] = dataclasses.replace(base, server=private)
         return found
@@ -285,7 +283,8 @@ class PrivacyCurve(Item):
                 level = float(np.mean([c["final"]["seen"][step] for c in groups["no privacy"]]))
                 axes.axhline(level, color=colour, linestyle=(0, (4, 2)), linewidth=1)
             axes.set_xscale("log")
-            finish(axes, f"{environment} (dashed: no privacy)", "epsilon of the whole run", "mean return")
+            cost = f"epsilon of the whole run (delta {DELTA:g})"
+            finish(axes, f"{environment} (dashed: no privacy)", cost, "mean return")
         return canvas
 
 
@@ -295,7 +294,7 @@ def _evaluation(every: int, clients: int) -> Evaluation:
 
 
 def _figures(records: list[Record]) -> str:
-    returns = np.mean([record["evaluation"]["seen"]["return"] for record in records], 0)
+    returns = np.mean(np.array([record["evaluation"]["seen"]["return"] for record in records], float), 0)
     return f"return {' → '.join(f'{value:.0f}' for value in returns)}"
 
 
@@ -311,8 +310,15 @@ def _results(fleet: Fleet) -> list[Cell]:
         curve = [(x["round"], *x["evaluation"]["seen"]["return"]) for x in logged if "evaluation" in x]
         final = {"seen": _clients_mean(seen[r])} | ({"new": _clients_mean(new[r])} if new is not None else {})
         refused = sum(len(x.get("refused", ())) for x in logged)
-        cells.append({"curve": [[p[0], *_short(p[1:])] for p in curve], "final": final, "refused": refused})
+        failed = sum(_failures(table[r]) for table in (seen, new) if table is not None)
+        counts = {"refused": refused, "failed": failed}
+        cells.append({"curve": [[p[0], *_short(p[1:])] for p in curve], "final": final} | counts)
     return cells
+
+
+def _failures(table: np.ndarray) -> int:
+    """Clients with a score that is not finite; they are left out of means."""
+    return int(np.sum(~np.isfinite(table).all(1)))
 
 
 def _clients_mean(table: np.ndarray) -> list[float]:
@@ -347,7 +353,9 @@ def _by_steps(environment: str, cells: list[Cell], clients: str, corner: str) ->
 def _title(environment: str, cells: list[Cell]) -> str:
     rounds, seeds = cells[0]["curve"][-1][0], len({cell["seed"] for cell in cells})
     minutes = sum(cell["seconds"] for cell in cells) / 60
-    return f"### {environment} ({rounds} rounds, {seeds} seeds, {minutes:.1f} min)"
+    failed = sum(cell.get("failed", 0) for cell in cells)
+    left_out = f", {failed} scores of clients not finite and left out" if failed else ""
+    return f"### {environment} ({rounds} rounds, {seeds} seeds, {minutes:.1f} min{left_out})"
 
 
 def _shown(rows: list[list[float]]) -> list[str]:

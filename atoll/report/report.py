@@ -99,7 +99,18 @@ def table(runs: Sequence[Logged]) -> str:
             cells = [*shown, *[""] * (steps - len(shown)), _format(score, worst)]
             kind = run.config["federation"]["algorithm"]["kind"]
             lines.append(f"| {run.name} | {kind} | {last['round']} | {group} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines + _privacy(runs))
+
+
+def _privacy(runs: Sequence[Logged]) -> list[str]:
+    """What a run's noise promises every client."""
+    lines = []
+    for run in runs:
+        cost = run.evaluations[-1].get("privacy", {})
+        if "epsilon" in cost:
+            epsilon = "no epsilon" if cost["epsilon"] is None else f"epsilon {cost['epsilon']:.3g}"
+            lines.append(f"\n{run.name}: {epsilon} at delta {cost['delta']:g} towards every client.")
+    return lines
 
 
 def _format(score: str, value: float | None) -> str:

@@ -29,6 +29,8 @@ from ..errors import AtollError, require, unknown
 from ..settings import parse_spec
 from .privacy import PRIVACY, Central, Local, Privacy
 
+DELTA = 1e-5
+"""At which runs tell the epsilon that they have spent."""
 _GRID = 10_000  # points of a round's profile on either side of 0; three times as many change epsilon by less than 1e-4
 _TAIL = 9.0  # deviations of the noise after which a profile ends; what lies beyond has probability 1e-19
 _PRECISION = 1e-4  # relative, of `noise_for`

@@ -95,14 +95,15 @@ class FedDrl(Weighting):
     """An agent learns the weights from the clients' losses (FedDRL)."""
 
     variant: Literal["paper", "code"] = "paper"
-    """paper: softmax of a sample; code: a sample around the softmax, not normalised, as in the authors' program"""
+    """paper: softmax of a sample; code: a sample around the softmax, at least 0 and not normalised, as in the authors'
+    program; exploration is then a share of the mean"""
     slots: Literal["clients", "losses", "alike"] = "clients"
     """how the agent sees a cohort: in the order of clients, as in the paper; of losses, the worst served first; or
     alike: one function of a client's own state decides about it, whoever the others are"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that no client counts more than exp(2 limit) times another"""
     beta: float = 0.1
-    """a Gaussian's deviation is at most this share of its mean"""
+    """a Gaussian's deviation is at most this share of its mean; below 1"""
     gamma: float = 0.99
     """discount"""
     policy_rate: float = 1e-4
@@ -122,7 +123,7 @@ class FedDrl(Weighting):
     noise: Literal["drift", "white"] = "drift"
     """exploration: drift is an Ornstein-Uhlenbeck process, white is independent from round to round"""
     explore: float = 0.1
-    """deviation of the exploration"""
+    """deviation of the exploration's news in a round; a drift's own is 2.3 times that"""
     fade: float = 0.0
     """rounds over which exploration falls to a third; 0: it stays"""
     reward: Literal["plain", "standard"] = "plain"
@@ -137,6 +138,7 @@ class FedDrl(Weighting):
     def __post_init__(self) -> None:
         check_positive(limit=self.limit, beta=self.beta, policy_rate=self.policy_rate, value_rate=self.value_rate)
         check_not_negative(explore=self.explore, fade=self.fade)
+        require(self.beta < 1, f"beta is {self.beta}; a deviation below its mean needs a beta below 1")
         require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
         require(0 < self.rho <= 1, f"rho is {self.rho}; it must be above 0 and at most 1")
         for name in ("width", "replay", "batch"):
@@ -195,11 +197,11 @@ class FedDrl(Weighting):
         fresh = jax.random.normal(keys[0], agent.drift.shape) * self.explore
         drift = fresh if self.noise == "white" else (1 - _RETURN) * agent.drift + fresh
         strength = jnp.where(self.fade > 0, jnp.exp(-agent.rounds / jnp.maximum(self.fade, 1.0)), 1.0)
-        action = self._bounded(self._act(agent.mind.networks.policy, seen) + strength * drift)
+        action = self._explored(self._act(agent.mind.networks.policy, seen), strength * drift)
         mean, deviation = jnp.split(action, 2)
         sample = mean + deviation * jax.random.normal(keys[1], mean.shape)
         sample = jnp.zeros_like(sample).at[order].set(sample)
-        weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf)) if self.whole else sample
+        weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf)) if self.whole else jnp.maximum(sample, 0.0)
         weights = jnp.where(alive, weights, 0.0)
         following = agent._replace(
             replay=replay,
@@ -271,9 +273,14 @@ class FedDrl(Weighting):
             return jnp.mean(_forward(value, jnp.concatenate(seen, -1))[..., 0], -1)
         return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
 
-    def _bounded(self, action: jax.Array) -> jax.Array:
-        mean, deviation = jnp.split(action, 2, -1)
-        return jnp.concatenate([mean, jnp.clip(deviation, _FLOOR, self._most(mean))], -1)
+    def _explored(self, action: jax.Array, drift: jax.Array) -> jax.Array:
+        """A decision [2K] moved by `drift`, within the bounds of means and deviations."""
+        (mean, deviation), (by, wider) = jnp.split(action, 2), jnp.split(drift, 2)
+        if self.variant == "code":
+            mean = jnp.maximum(mean * (1 + by), 0.0)
+        else:
+            mean = jnp.clip(mean + by, -self.limit, self.limit)
+        return jnp.concatenate([mean, jnp.clip(deviation + wider, _FLOOR, self._most(mean))])
 
     def _most(self, mean: jax.Array) -> jax.Array:
         return jnp.maximum(self.beta * jnp.abs(mean), _FLOOR)

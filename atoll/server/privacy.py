@@ -101,7 +101,8 @@ class Local(Privacy):
     """Every client clips its update to norm `clip` and adds noise of deviation ``noise * clip`` before it sends it.
 
     The server never sees a raw update and need not be trusted. Whatever it makes of what it got keeps the guarantee, so
-    every weighting may be used; a uniform mean of n clients carries noise of deviation ``noise * clip / sqrt(n)``.
+    every weighting may be used but those that ask for losses, which have no noise. A uniform mean of n clients carries
+    noise of deviation ``noise * clip / sqrt(n)``.
 
     `combine` plays the clients' part too, as a simulation must. A server whose clients do it on their own machines has
     nothing left to add: its rule has no privacy.
@@ -109,6 +110,14 @@ class Local(Privacy):
 
     clip: float = 1.0
     noise: float = 1.0
+
+    def check(self, weighting: Weighting) -> None:
+        """Losses that clients report would have no noise."""
+        require(
+            not weighting.informed,
+            f"privacy is local, but weighting is {type(weighting).__name__}, for which clients report their losses, "
+            "and those have no noise; choose another weighting, or central privacy",
+        )
 
     def release(self, update: Params, key: jax.Array) -> Params:
         """The clipped update plus noise; noise alone if the update is not finite, for that too may tell of the data."""
