@@ -69,14 +69,11 @@ _log = logging.getLogger("atoll")
 def check_deployable(f: Federation) -> None:
     """Refuse settings that make sense in a simulation only."""
     require(not f.algorithm.pooled, "this algorithm needs everybody's data in one place; choose another --algorithm")
-    rule = f.server.build()
-    if isinstance(rule.privacy, Local):
-        what = "measure is on" if f.measure else f"weighting is {f.server.weighting}"
-        require(
-            not (f.measure or rule.weighting.informed),
-            f"server.privacy is local, but {what}: clients would send their losses, which have no noise; "
-            "choose another weighting, or central privacy",
-        )
+    require(
+        not (f.measure and isinstance(f.server.build().privacy, Local)),
+        "server.privacy is local, but measure is on: clients would send their losses, which have no noise; "
+        "leave measure off, or choose central privacy",
+    )
 
 
 class FlowerRun(Run):

@@ -7,7 +7,6 @@ with any leading axes, so that both samplers share them.
 """
 
 import math
-import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -158,8 +157,7 @@ def _model(ant: bool, dynamics: Dynamics) -> "mujoco.MjModel":
         for geom in spec.geoms:
             geom.solref[:2] = (0.02, 1.0)
             geom.solimp[:3] = (0.8, 0.8, 0.01)
-    with warnings.catch_warnings():
-        model = spec.compile()
+    model = spec.compile()
     if not ant:  # the file asks for this by an attribute that MuJoCo gives up
         mujoco.mj_setTotalmass(model, 14.0)
         mujoco.mj_setConst(model, mujoco.MjData(model))

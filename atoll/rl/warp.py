@@ -133,9 +133,6 @@ class _Draws:
     def standard_normal(self, size: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
         return jax.random.normal(self._next(), size, dtype)
 
-    def gumbel(self, size: tuple[int, ...]) -> jax.Array:
-        return jax.random.gumbel(self._next(), size)
-
 
 def _draws(key: jax.Array) -> Any:
     """In the place of a NumPy generator."""
