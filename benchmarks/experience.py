@@ -13,10 +13,12 @@ import os
 import time
 from typing import Any
 
+from atoll.rl.bodies import TASKS
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environment", default="cheetah-dir", help="cheetah-dir, cheetah-vel, ant-dir, ant-vel")
+    parser.add_argument("--environment", default="cheetah-dir", choices=TASKS)
     parser.add_argument("--dynamics", default="rllab", choices=["rllab", "gym"])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1)
@@ -35,7 +37,14 @@ def main() -> None:
     ]
     for process in processes:
         process.start()
-    rates = [answers.get() for _ in processes]
+    rates: list[float] = []
+    while len(rates) < len(processes):
+        if not answers.empty():
+            rates.append(answers.get())
+        elif any(process.exitcode for process in processes):
+            raise SystemExit("a process has failed; its error is above")
+        else:
+            time.sleep(0.1)
     what = f"{options.environment} {options.dynamics}, {options.runs} runs x {options.clients} clients"
     print(f"{what}, {options.processes} processes: {sum(rates):,.0f} environment steps a second with updates")
 

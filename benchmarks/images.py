@@ -16,13 +16,13 @@ import numpy as np
 from rival import Torch
 
 import atoll
+from atoll.experiments.server_time import NETWORKS
 from atoll.fleet import Fleet
 from atoll.machine import cores
 from atoll.problems.data import Dataset
 
 CLIENTS, EPOCHS, BATCH = 10, 5, 10
 SAMPLES = {"cnn": 1960, "vgg11": 320}  # a client's; of VGG-11's 1,600 a fifth is enough to time
-SHAPES = {"cnn": ((28, 28, 1), 10), "vgg11": ((32, 32, 3), 100)}
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def noise(model: str) -> Dataset:
-    (shape, classes), rng = SHAPES[model], np.random.default_rng(0)
+    (shape, classes), rng = NETWORKS[model], np.random.default_rng(0)
     count = CLIENTS * SAMPLES[model]
     x, y = rng.integers(0, 256, (count + 100, *shape), np.uint8), rng.integers(0, classes, count + 100, np.int32)
     return Dataset("noise", x[:count], y[:count], x[count:], y[count:], classes)

@@ -9,12 +9,20 @@ class Torch:
 
     def __init__(self, python: str, script: str, *arguments: str) -> None:
         command = [python, str(Path(__file__).with_name(script)), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise SystemExit(
+                f"--torch: {python} cannot be started ({error}); name a Python that has PyTorch"
+            ) from error
         self._read()  # it says when it is ready
 
     def _read(self) -> str:
         assert self.process.stdout
-        return self.process.stdout.readline()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{' '.join(map(str, self.process.args))} has ended; it needs a Python that has PyTorch")
+        return line
 
     def seconds(self, turns: int) -> float:
         """Of one turn."""
