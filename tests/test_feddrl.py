@@ -11,9 +11,10 @@ import pytest
 import atoll
 from atoll import cli
 from atoll.experiments import feddrl, server_time
-from atoll.experiments.feddrl import Setting, best, rounds_to, summary
+from atoll.experiments.feddrl import Setting, best, rounds_to, summary, thinned
 from atoll.problems.data import Dataset
 from atoll.recipes import RECIPES, recipe
+from atoll.runs import read_lines
 
 SIZES = {
     "mnist": [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
@@ -101,15 +102,22 @@ def test_a_curve_is_summed_up_by_its_best_and_by_its_last_rounds() -> None:
     assert summary([[0, 1.0], [1, 2.0], [2, 4.0]])["last_tenth"] == [4.0, 0.0]
 
 
+def test_losses_are_thinned_to_means_of_so_many_rounds() -> None:
+    points = [[1, 0.1, 0.0], [2, 0.3, 2e-7], [3, 0.5, 1.0]]
+    assert thinned(points, 2) == [[2, 0.2, 1e-7], [3, 0.5, 1.0]]
+    assert thinned([], 5) == []
+
+
 def test_rounds_to_a_target_are_those_of_the_first_that_reaches_it() -> None:
     curve = [[0, 10.0], [5, 40.0], [10, 30.0], [15, 60.0]]
     assert [rounds_to(curve, target) for target in (10.0, 30.0, 41.0, 61.0)] == [0, 5, 15, None]
 
 
 def cell(setting: Setting, method: str, seed: int, curve: list[list[float]], scale: float = 1.0) -> dict[str, Any]:
-    losses = [[round_, scale, scale**2] for round_, _ in curve]
+    level = scale * (1 + seed)
+    losses = [[round_, level, level**2] for round_, _ in curve[1:]]
     about = setting._asdict() | {"method": method, "seed": seed, "seconds": 6.0}
-    return about | {"curve": curve, "losses": losses} | summary(curve)
+    return about | {"curve": curve, "training_losses": losses} | summary(curve)
 
 
 def test_tables_say_what_the_cells_say() -> None:
@@ -127,10 +135,17 @@ def test_tables_say_what_the_cells_say() -> None:
     assert "| FedDRL, fashion-mnist CE, N = 100 | holds (+2.00 ± 0.00) | holds (+2.00 ± 0.00) | *+1.83* |" in text
     federated = [c for c in cells if c["method"] != "SingleSet"]
     losses, rounds = feddrl.Fig6(**wanted), feddrl.Fig10(**wanted)
-    assert "| fashion-mnist CE, N = 100 | FedAvg | 1.000 | 1.000 | 1.075 | 1.156 |" in losses.text(federated)
+    fedavg = "FedAvg | 1.500 ± 6.353 | 2.500 ± 19.059 | 1.075 ± 0.000 | 1.156 ± 0.000"  # ratios are paired by seed
+    assert f"| fashion-mnist CE, N = 100 | {fedavg} |" in losses.text(federated)
     assert "| fashion-mnist CE, N = 100 | 80.50 ± 6.35 | 10 ± 0 | 10 ± 0 | 10 ± 0 |" in rounds.text(federated)
     for item in (feddrl.Fig5(**wanted), losses, rounds):
         assert item.picture(federated).axes
+    for axes, ratio in zip(losses.picture(federated).axes, (86 / 80, (86 / 80) ** 2), strict=True):
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert list(lines["FedAvg"].get_xdata()) == [10, 20]
+        assert np.allclose(lines["FedAvg"].get_ydata(), ratio)
+        assert np.allclose(lines["FedDRL"].get_ydata(), 1)
+        assert len(axes.collections) == 3  # the range of the seeds of every method
 
 
 def test_figures_vary_one_setting_and_nothing_else() -> None:
@@ -188,7 +203,11 @@ def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path, monkey
     folder = tmp_path / "feddrl-methods-quick"
     cells = json.loads((folder / "table3.json").read_text())
     assert [[round_ for round_, _ in c["curve"]] for c in cells] == [[0, 1, 2]] * 2
-    assert [[round_ for round_, _, _ in c["losses"]] for c in cells] == [[0, 1, 2]] * 2
+    for found, run in zip(cells, longer.jobs(), strict=True):
+        rounds = [r for r in read_lines(folder / "runs" / run / "metrics.jsonl") if "losses" in r]
+        reported = [[r["round"], np.mean(r["losses"]), np.var(r["losses"])] for r in rounds]
+        assert [round_ for round_, *_ in reported] == [1, 2]
+        assert np.allclose(found["training_losses"], reported, rtol=1e-3)
     assert (folder / "table3.png").stat().st_size > 10_000
     said.clear()
     assert longer.reproduce(track)

@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import atoll
 from atoll.experiments import fmrl
+from atoll.runs import read_lines
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,28 @@ def test_a_table_is_made_once_and_remembered(tmp_path: Path) -> None:
     assert "new clients" in fmrl.Fig6(methods=("FMRL", "FedAvg"), seeds=2, out=tmp_path).table()
     assert (item.folder / "table1.md").read_text().rstrip() in text  # other views of the runs have files of their own
     assert "2 rounds, 1 seeds" in dataclasses.replace(item, seeds=1).table()  # of the seeds asked for alone
+
+
+def test_figure_4_has_the_rounds_clients_and_all_clients(tmp_path: Path) -> None:
+    item = fmrl.Fig4(seeds=2, out=tmp_path, together=6)
+    assert item.reproduce(lambda *_: None)
+    assert "| lambda 0.1 |" in item.table()
+    cells = json.loads((item.folder / "fig4.json").read_text())
+    for cell, run in zip(cells, item.jobs(), strict=True):
+        rounds = [x for x in read_lines(item.folder / "runs" / run / "metrics.jsonl") if "train_loss" in x]
+        after_the_step = [-np.mean(x["losses_after"]) for x in rounds]
+        assert np.allclose(cell["selected"], after_the_step, atol=0.006)
+        assert cell["curve"][-1][1:] == cell["final"]["seen"][:2]  # which has all clients
+    above, below = item.picture(cells).axes
+    for axes, rounds_shown in ((above, [1, 2]), (below, [0, 2])):
+        assert [list(line.get_xdata()) for line in axes.get_lines()] == [rounds_shown] * 3
+    assert np.allclose(above.get_lines()[0].get_ydata(), np.mean([c["selected"] for c in cells[:2]], 0))
+
+
+def test_figure_4_scores_all_clients_as_often_as_the_paper() -> None:
+    for federation in fmrl.Fig4(scale="paper").variants("cheetah-dir").values():
+        assert federation.evaluation.every == 100
+        assert federation.evaluation.clients >= federation.clients
 
 
 def test_a_run_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ class Fig5(Table3):
 
 
 class Fig6(Item):
-    """Mean and variance over clients of the shared model's loss, relative to FedDRL (the runs of table 3)."""
+    """Mean and variance of the loss at a round's clients before they train, relative to FedDRL (table 3's runs)."""
 
     shows = Choice(("cifar100",), clients=(10,), methods=FEDERATED)
 
@@ -303,25 +303,30 @@ class Fig6(Item):
         names = ["", "method", "mean", "variance", "mean, relative", "variance, relative"]
         lines = [_title("Losses of clients", cells), "", header(names)]
         for setting in self.settings:
-            final = {}
-            for method in self.chosen.methods:
-                final[method] = np.mean([tail(c["losses"]).mean(0) for c in _of(cells, setting, method=method)], 0)
+            losses = self._losses(cells, setting)
+            final = {method: np.array([tail(run).mean(0) for run in runs]) for method, runs in losses.items()}
             for method, numbers in final.items():
-                ratios = numbers / final["FedDRL"]
-                lines.append(row([str(setting), method, *(f"{number:.3f}" for number in (*numbers, *ratios))]))
-        return "\n".join([*lines, "", f"On clients' own test samples, mean over seeds and over the {_last(cells)}."])
+                columns = np.hstack([numbers, numbers / final["FedDRL"]]).T
+                lines.append(row([str(setting), method, *(shown(column, 3) for column in columns)]))
+        whose = f"Of the round's clients on their training samples, before they train, over the {_last(cells)}"
+        return "\n".join([*lines, "", f"{whose}: mean and 95% interval over seeds, relative to FedDRL seed by seed."])
 
     def picture(self, cells: list[Cell]) -> Figure:
-        """Means above, variances below."""
+        """Means above, variances below, divided by FedDRL's of the same seed."""
         canvas, panels = self.panels(each=2)
         for setting, pair in panels.items():
-            losses = {m: np.mean([c["losses"] for c in _of(cells, setting, method=m)], 0) for m in self.chosen.methods}
+            losses = self._losses(cells, setting)
             for column, (axes, what) in enumerate(zip(pair, ("mean", "variance"), strict=True), 1):
                 for method, colour in self.colours.items():
-                    ratio = losses[method][:, column] / losses["FedDRL"][:, column]
-                    band(axes, colour, method, [np.column_stack([losses[method][:, 0], ratio]).tolist()])
+                    ratios = losses[method][..., column] / losses["FedDRL"][..., column]
+                    band(axes, colour, method, np.stack([losses[method][..., 0], ratios], -1).tolist())
                 finish(axes, str(setting), "round", f"{what} of losses / FedDRL's")
         return canvas
+
+    def _losses(self, cells: list[Cell], setting: Setting) -> dict[str, np.ndarray]:
+        """Round, mean and variance by method, [seeds, n, 3]."""
+        groups = {method: _of(cells, setting, method=method) for method in self.chosen.methods}
+        return {m: np.array([cell["training_losses"] for cell in group], float) for m, group in groups.items()}
 
 
 class Fig10(Item):
@@ -425,11 +430,18 @@ def best(curve: list[Any]) -> float:
     return float(max(accuracy for _, accuracy in curve))
 
 
-def tail(points: list[Any], share: int = 10) -> np.ndarray:
+def tail(points: Any, share: int = 10) -> np.ndarray:
     """What a table with rounds in its first column says of the last tenth of them (or a fifth: share 5), [n, ...]."""
     table = np.array(points, float)
     last = table[-1, 0]
     return table[table[:, 0] > last - max(1, last // share), 1:]
+
+
+def thinned(points: list[Any], every: int) -> list[list[float]]:
+    """Means of a table over `every` rounds, the last of which is in its first column; numbers have four digits."""
+    table = np.array(points, float)
+    blocks = [table[start : start + every] for start in range(0, len(table), every)]
+    return [[int(b[-1, 0]), *(float(f"{value:.4g}") for value in b[:, 1:].mean(0))] for b in blocks]
 
 
 def rounds_to(curve: list[Any], target: float) -> int | None:
@@ -472,19 +484,19 @@ def _figures(records: list[Record]) -> str:
 
 
 def _results(fleet: Fleet) -> list[Cell]:
-    """Of every run of a fleet: accuracy by round, mean and variance of its clients' losses by round, a summary."""
+    """Of every run of a fleet: accuracy by round, mean and variance of the losses that its clients report, a summary.
+
+    The losses are of the model that the round's clients were sent, on their training samples.
+    """
     cells = []
     for run in fleet.runs:
         assert run.files is not None
-        logged = [r for r in read_lines(run.files.path / "metrics.jsonl") if "evaluation" in r]
-        curve = [[r["round"], round(100 * r["evaluation"]["shared"]["accuracy"], 3)] for r in logged]
-        losses = []
-        for record in read_lines(run.files.path / "clients.jsonl"):
-            by_client = np.array(record["seen"]["loss"], float)[:, 0]
-            losses.append(
-                [record["round"], round(float(np.nanmean(by_client)), 5), round(float(np.nanvar(by_client)), 5)]
-            )
-        cells.append({"curve": curve, "losses": losses} | summary(curve))
+        logged = read_lines(run.files.path / "metrics.jsonl")
+        scored = [r for r in logged if "evaluation" in r]
+        curve = [[r["round"], round(100 * r["evaluation"]["shared"]["accuracy"], 3)] for r in scored]
+        losses = [[r["round"], r["fairness"]["mean"], r["fairness"]["variance"]] for r in logged if "losses" in r]
+        thin = thinned(losses, run.federation.evaluation.every)
+        cells.append({"curve": curve, "training_losses": thin} | summary(curve))
     return cells
 
 

@@ -217,12 +217,29 @@ class Fig3(Item):
 
 
 class Fig4(Item):
-    """FMRL with different shares of clients in a round (lambda)."""
+    """FMRL with different shares of clients in a round (lambda): returns of a round's clients, and of all clients."""
 
     def variants(self, environment: str) -> dict[str, Federation]:
-        """Paper's Figure 4."""
+        """Paper's Figure 4: clients report their returns in every round, and evaluations are of all of them."""
         clients = self.federation(environment).clients
-        return {f"lambda {s}": self.federation(environment, cohort=max(1, round(s * clients))) for s in (0.1, 0.2, 0.3)}
+        evaluation = _evaluation(every=100 if self.scale == "paper" else 20, clients=clients)
+        changes: dict[str, Any] = {"measure": True, "evaluation": dataclasses.replace(evaluation, steps=1)}
+        return {
+            f"lambda {s}": self.federation(environment, cohort=max(1, round(s * clients)), **changes)
+            for s in (0.1, 0.2, 0.3)
+        }
+
+    def picture(self, cells: list[Cell]) -> Figure:
+        """Clients' own policies after one step: of a round's clients above, of all clients below."""
+        canvas = Figure(figsize=(6 * len(self.environments), 8), layout="constrained")
+        columns = canvas.subplots(2, len(self.environments), squeeze=False).T
+        for (above, below), environment in zip(columns, self.environments, strict=True):
+            for colour, (label, group) in zip(COLOURS, _grouped(_of(cells, environment)).items(), strict=False):
+                band(above, colour, label, [list(enumerate(cell["selected"], 1)) for cell in group])
+                band(below, colour, label, [[(p[0], p[2]) for p in cell["curve"]] for cell in group])
+            finish(above, f"{environment}, the round's clients", "round", "mean return after one step")
+            finish(below, f"{environment}, all clients", "round", "mean return after one step")
+        return canvas
 
 
 class Fig5(Item):
@@ -299,7 +316,10 @@ def _figures(records: list[Record]) -> str:
 
 
 def _results(fleet: Fleet) -> list[Cell]:
-    """Curves and final scores on all clients of every run of a fleet."""
+    """Curves and final scores on all clients of every run of a fleet.
+
+    Where clients report their losses, `selected` has the mean return of each round's clients after their inner step.
+    """
     f = fleet.runs[0].federation
     seen = [scores["return"] for scores in fleet.score(np.arange(f.clients), 3)]
     strangers = np.arange(f.clients, f.clients + f.new_clients)
@@ -311,8 +331,11 @@ def _results(fleet: Fleet) -> list[Cell]:
         final = {"seen": _clients_mean(seen[r])} | ({"new": _clients_mean(new[r])} if new is not None else {})
         refused = sum(len(x.get("refused", ())) for x in logged)
         failed = sum(_failures(table[r]) for table in (seen, new) if table is not None)
-        counts = {"refused": refused, "failed": failed}
-        cells.append({"curve": [[p[0], *_short(p[1:])] for p in curve], "final": final} | counts)
+        cell: Cell = {"curve": [[p[0], *_short(p[1:])] for p in curve], "final": final}
+        reported = [-np.array(x["losses_after"], float)[:, None] for x in logged if "losses_after" in x]
+        if reported:
+            cell["selected"] = [_clients_mean(returns)[0] for returns in reported]
+        cells.append(cell | {"refused": refused, "failed": failed})
     return cells
 
 
