@@ -116,6 +116,16 @@ def test_local_only_learns_alone() -> None:
         np.testing.assert_allclose(_flat(run.personalize(client, steps=0)), c[client], atol=1e-4)
 
 
+@pytest.mark.parametrize("algorithm", [atoll.FedRep(0.1, 10, 1), atoll.LocalOnly(0.1, 5), atoll.Ditto(0.1, 0.1)])
+def test_clients_report_the_losses_of_what_they_train(algorithm: atoll.Algorithm) -> None:
+    run, a, c = _settled(algorithm, rounds=200, measure=True)
+    shared = isinstance(algorithm, atoll.Ditto)  # it trains the shared model beside the client's own
+    models = [_flat(run.params if shared else run.personalize(client, steps=0)) for client in range(CLIENTS)]
+    expected = 0.5 * (a * (np.array(models) - c) ** 2).sum(1)
+    reported = [record for record in run.history if "losses" in record][-1]
+    np.testing.assert_allclose(reported["losses"], expected, atol=1e-4)
+
+
 def test_centralised_minimises_the_pooled_loss_whatever_the_steps() -> None:
     run, a, c = _settled(atoll.Centralised(rate=0.1, steps=20))
     np.testing.assert_allclose(_flat(run.params), _weighted(a, c), atol=1e-5)

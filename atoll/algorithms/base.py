@@ -89,6 +89,11 @@ class Algorithm:
             gathered = (*gathered, cohort.collect(models, purpose, tag))
         return self.learn(cohort, shared, own, gathered)
 
+    def local(self, shared: Params, own: Params) -> Params:
+        """The model that a client trains in a round and whose loss it reports."""
+        del own
+        return shared
+
     def personal(self, shared: Params, own: Params) -> Params:
         """The model that a client starts to adapt from."""
         del own

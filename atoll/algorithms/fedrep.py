@@ -41,9 +41,11 @@ class FedRep(Algorithm):
             raise AtollError("FedRep needs a model whose parameters are {'body': ..., 'head': ...}")
         return shared["head"]
 
-    def personal(self, shared: Params, own: Params) -> Params:
+    def local(self, shared: Params, own: Params) -> Params:
         """The shared body under the client's head."""
         return {"body": shared["body"], "head": own}
+
+    personal = local
 
     def adapt(self, problem: Problem, shared: Params, params: Params, batch: Batch, rate: jax.Array | float) -> Params:
         """One step on the head, as the paper personalises."""

@@ -32,9 +32,11 @@ class LocalOnly(Algorithm):
         """A newcomer's model; the shared one never leaves its initialisation."""
         return shared
 
-    def personal(self, shared: Params, own: Params) -> Params:
+    def local(self, shared: Params, own: Params) -> Params:
         """The client's own model."""
         return own
+
+    personal = local
 
     def behaviour(self, cohort: Cohort, shared: Params, own: Params, gathered: tuple[Data, ...]) -> Params:
         """Every client gathers with its own model."""

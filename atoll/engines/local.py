@@ -388,7 +388,8 @@ def _learn(
     clients, own, gathered = by_client
     cohort, answered = _cohort(engine, work, round_, clients)
     trained = work.algorithm.learn(cohort, shared, own, gathered)
-    return _reported(cohort, shared, trained, answered, (gathered[0], gathered[-1]) if measured else None)
+    data = (gathered[0], gathered[-1]) if measured else None
+    return _reported(cohort, work.algorithm, shared, own, trained, answered, data)
 
 
 def _train(
@@ -399,20 +400,28 @@ def _train(
     cohort, answered = _cohort(engine, work, round_, clients)
     trained = work.algorithm.round(cohort, shared, own)
     data = cohort.collect(cohort.copies(shared), "train") if measured else None
-    return _reported(cohort, shared, trained, answered, (data, data) if measured else None)
+    return _reported(cohort, work.algorithm, shared, own, trained, answered, (data, data) if measured else None)
 
 
 def _reported(
-    cohort: Cohort, shared: Params, trained: Trained, answered: jax.Array, data: tuple[Data, Data] | None
+    cohort: Cohort,
+    algorithm: Algorithm,
+    shared: Params,
+    own: Params,
+    trained: Trained,
+    answered: jax.Array,
+    data: tuple[Data, Data] | None,
 ) -> tuple[Trained, Reports, jax.Array]:
     """What the server may know; with `data` gathered before and after learning, also the losses on it."""
     problem, alive = cohort.problem, answered & finite((trained.update, trained.own), trained.loss)
     before = after = None
     if data is not None:
-        before = cohort.each(lambda data: problem.fit(shared, data))(data[0])
-        after = cohort.each(lambda update, data: problem.fit(jax.tree.map(jnp.add, shared, update), data))(
-            trained.update, data[1]
-        )
+
+        def loss(update: Params, own: Params, data: Data) -> jax.Array:
+            return problem.fit(algorithm.local(jax.tree.map(jnp.add, shared, update), own), data)
+
+        before = cohort.each(lambda own, data: problem.fit(algorithm.local(shared, own), data))(own, data[0])
+        after = cohort.each(loss)(trained.update, trained.own, data[1])
         alive &= jnp.isfinite(before) & jnp.isfinite(after)
     samples = problem.samples(cohort.clients)
     return trained, Reports(samples, trained.loss, alive, cohort.clients, before, after), answered
