@@ -60,7 +60,8 @@ def work(options: Any, seeds: range, ready: Any, answers: Any) -> None:
     if options.processes == 1:
         jax.config.update("jax_num_cpu_devices", len(cores()))  # as atoll's commands do
     found = recipe(f"fmrl/{options.environment}").federation
-    problem: Any = dataclasses.replace(found.problem, dynamics=options.dynamics)  # type: ignore[type-var]
+    sampler = "native" if jax.default_backend() == "cpu" else "warp"
+    problem: Any = dataclasses.replace(found.problem, dynamics=options.dynamics, sampler=sampler)  # type: ignore[type-var]
     first = dataclasses.replace(found, problem=problem, cohort=options.clients)
     fleet = Fleet([dataclasses.replace(first, seed=seed).start() for seed in seeds])
     for _ in range(2):
@@ -70,8 +71,9 @@ def work(options: Any, seeds: range, ready: Any, answers: Any) -> None:
     for _ in range(options.rounds):
         fleet.step()
     seconds = time.perf_counter() - start
-    steps = len(seeds) * options.clients * problem.batches * problem.episodes * problem.horizon * options.rounds
-    answers.put(steps / seconds)
+    batches = sum(problem.batches if purpose == "train" else 1 for purpose in first.algorithm.gatherings)
+    steps = batches * problem.episodes * problem.horizon  # of a client in a round
+    answers.put(len(seeds) * options.clients * steps * options.rounds / seconds)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,22 @@ def moved(world, qpos, qvel, action):
     return data.qpos, data.qvel
 
 
+@pytest.mark.parametrize("dynamics", ["gym", "rllab"])
+@pytest.mark.parametrize("task", ["cheetah-dir", "ant-dir"])
+def test_mujoco_needs_fewer_iterations_than_the_sampler_allows(task, dynamics):
+    world, rng, iterations = World(task, dynamics), np.random.default_rng(0), []
+    data = mujoco.MjData(world.model)
+    for qpos, qvel in zip(*world.first(rng, 5), strict=True):
+        mujoco.mj_resetData(world.model, data)
+        data.qpos[:], data.qvel[:] = qpos, qvel
+        for action in rng.uniform(-1, 1, (100, world.actions)):
+            data.ctrl[:] = action
+            for _ in range(world.substeps):
+                mujoco.mj_step(world.model, data)
+                iterations.append(data.solver_niter[0])
+    assert 2 <= max(iterations) < warp.ITERATIONS
+
+
 @pytest.mark.parametrize("world", [CHEETAH, ANT], ids=["cheetah", "ant"])
 def test_centre_of_mass_and_its_velocity_are_those_of_mujoco(world):
     rng, model = np.random.default_rng(0), world.model

@@ -4,6 +4,7 @@ Policy, physics and rewards of all clients and episodes are one compiled program
 which MJX calls, and as [clients, episodes] for the policies. Single precision throughout.
 """
 
+import copy
 import dataclasses
 import importlib
 import importlib.util
@@ -23,6 +24,9 @@ from .policies import Policy
 
 _PACKAGES = {"mujoco.mjx": "mujoco-mjx", "warp": "warp-lang"}
 _TOO_LARGE = 1e10  # MuJoCo resets simulations that leave this range, or are no numbers at all
+# Of the solver. MuJoCo in double precision was not seen to need more than 8. In single precision a simulation may
+# never come to rest, and the solver's loop goes on for all of them until it has, or to the limit (MuJoCo's is 100).
+ITERATIONS = 10
 _CAPACITY = 0b1111  # of Warp's warnings, those about too few contacts or constraints
 
 
@@ -166,12 +170,14 @@ def _simulation(world: World, count: int) -> tuple[Any, Any]:
     mjx = _mjx()
     _need_gpu()
     contacts, constraints = _most(world.model)
+    limited = copy.copy(world.model)
+    limited.opt.iterations = ITERATIONS
     with jax.ensure_compile_time_eval():  # what is kept must be arrays also where a caller is being traced
-        model = mjx.put_model(world.model, impl="warp")
+        model = mjx.put_model(limited, impl="warp")
         # Reaching the limit of iterations is no news in single precision, and every simulation would print it.
         model = model.tree_replace({"opt._impl.warn_overflow": _CAPACITY})
         # Contacts are counted over all simulations, constraints in each.
-        data = mjx.make_data(world.model, impl="warp", naconmax=count * contacts, njmax=constraints)
+        data = mjx.make_data(limited, impl="warp", naconmax=count * contacts, njmax=constraints)
     return model, data
 
 
