@@ -11,7 +11,7 @@ import pytest
 import atoll
 from atoll import cli
 from atoll.experiments import feddrl, server_time
-from atoll.experiments.feddrl import Setting, best, rounds_to, summary, thinned
+from atoll.experiments.feddrl import Setting, best, lean, rounds_to, summary, thinned
 from atoll.problems.data import Dataset
 from atoll.recipes import RECIPES, recipe
 from atoll.runs import read_lines
@@ -106,6 +106,12 @@ def test_losses_are_thinned_to_means_of_so_many_rounds() -> None:
     points = [[1, 0.1, 0.0], [2, 0.3, 2e-7], [3, 0.5, 1.0]]
     assert thinned(points, 2) == [[2, 0.2, 1e-7], [3, 0.5, 1.0]]
     assert thinned([], 5) == []
+
+
+def test_weights_lean_by_the_losses_of_those_who_count() -> None:
+    assert lean([0.5, 0.5, 0.0], [1.0, 3.0, 2.0]) == pytest.approx(1)
+    assert lean([0.25, 0.75, 0.0], [1.0, 3.0, None]) == pytest.approx(2.5 / 2)
+    assert np.isnan(lean([0.0, 0.0], [1.0, 2.0]))
 
 
 def test_rounds_to_a_target_are_those_of_the_first_that_reaches_it() -> None:
@@ -208,6 +214,7 @@ def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path, monkey
         reported = [[r["round"], np.mean(r["losses"]), np.var(r["losses"])] for r in rounds]
         assert [round_ for round_, *_ in reported] == [1, 2]
         assert np.allclose(found["training_losses"], reported, rtol=1e-3)
+        assert np.allclose(found["lean"], [[r["round"], lean(r["weights"], r["losses"])] for r in rounds], rtol=1e-3)
     assert (folder / "table3.png").stat().st_size > 10_000
     said.clear()
     assert longer.reproduce(track)

@@ -15,7 +15,7 @@ from atoll.federation import Evaluation, Run
 from atoll.fleet import Fleet
 from atoll.problems.quadratic import Quadratic
 from atoll.server import FedDrl, Reports, Server
-from atoll.server.impact import Agent, Rounds, _remember, _reward
+from atoll.server.impact import Agent, Replay, Rounds, _remember, _reward
 
 K = 3
 PLAIN = FedDrl(width=16, replay=8)
@@ -87,8 +87,30 @@ def test_alike_one_function_decides_about_every_client() -> None:
     worth = weighting._worth(value, state.reshape(2, -1), action.reshape(2, -1))
     again = weighting._worth(value, state[..., order].reshape(2, -1), action[..., order].reshape(2, -1))
     np.testing.assert_allclose(again, worth, rtol=1e-5)
+    for moved, same in ((jnp.ones((1, K)), True), (jnp.eye(1, K), False)):  # means of all clients, or of one
+        others = action.at[:, 0].add(0.3 * moved).reshape(2, -1)
+        assert np.allclose(weighting._worth(value, state.reshape(2, -1), others), worth, rtol=1e-5) == same
     _, weights, _ = _decide(weighting, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
     assert weights.sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_alike_an_agent_learns_to_lean_towards_the_worst_served_where_that_is_rewarded() -> None:
+    size = 256
+    weighting = dataclasses.replace(
+        PLAIN, slots="alike", gamma=0.0, batch=32, updates=400, replay=size, policy_rate=1e-2
+    )
+    keys = jax.random.split(jax.random.key(3), 2)
+    losses = jax.random.dirichlet(keys[0], jnp.ones(K), (size,))
+    state = jnp.concatenate([losses, jnp.full((size, 2 * K), 1 / K)], 1)
+    mean = jax.random.uniform(keys[1], (size, K), minval=-1, maxval=1)
+    action = jnp.concatenate([mean, jnp.full((size, K), 0.01)], 1)
+    reward = jnp.sum(jax.nn.softmax(mean) * losses, 1)
+    agent = weighting.init(K, K, 0)
+    memory = Replay(Rounds(state, action, reward, state), jnp.ones(size), jnp.asarray(size))
+    mind, _ = jax.jit(weighting.teach)(agent._replace(replay=memory))
+    decided = np.asarray(weighting._act(mind.networks.policy, state))[:, :K]
+    assert np.mean([np.corrcoef(*pair)[0, 1] for pair in zip(decided, losses, strict=True)]) > 0.8
+    assert np.mean(np.sum(jax.nn.softmax(decided) * losses, 1)) > np.mean(reward) + 0.05
 
 
 def test_a_decision_is_judged_by_the_next_rounds_losses() -> None:

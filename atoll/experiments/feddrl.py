@@ -444,6 +444,14 @@ def thinned(points: list[Any], every: int) -> list[list[float]]:
     return [[int(b[-1, 0]), *(float(f"{value:.4g}") for value in b[:, 1:].mean(0))] for b in blocks]
 
 
+def lean(weights: list[float], losses: list[float | None]) -> float:
+    """The clients' mean loss by their weights over their plain mean: above 1 where weights lean to the worst served."""
+    known = [(w, loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
+    total = sum(w for w, _ in known)
+    mean = sum(loss for _, loss in known) / max(len(known), 1)
+    return sum(w * loss for w, loss in known) / (total * mean) if total * mean > 0 else float("nan")
+
+
 def rounds_to(curve: list[Any], target: float) -> int | None:
     """The first round whose accuracy is at least `target`; None if there is none."""
     return next((round_ for round_, accuracy in curve if accuracy >= target), None)
@@ -496,7 +504,9 @@ def _results(fleet: Fleet) -> list[Cell]:
         curve = [[r["round"], round(100 * r["evaluation"]["shared"]["accuracy"], 3)] for r in scored]
         losses = [[r["round"], r["fairness"]["mean"], r["fairness"]["variance"]] for r in logged if "losses" in r]
         thin = thinned(losses, run.federation.evaluation.every)
-        cells.append({"curve": curve, "training_losses": thin} | summary(curve))
+        leans = [[r["round"], lean(r["weights"], r["losses"])] for r in logged if "losses" in r]
+        found = {"curve": curve, "training_losses": thin, "lean": thinned(leans, max(1, len(leans) // 10))}
+        cells.append(found | summary(curve))
     return cells
 
 

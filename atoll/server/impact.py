@@ -269,8 +269,12 @@ class FedDrl(Weighting):
     def _worth(self, value: Params, state: jax.Array, action: jax.Array) -> jax.Array:
         """What decisions [..., 2K] in states [..., 3K] are worth, [...]."""
         if self.slots == "alike":
-            seen = [_by_client(state, 3) * (state.shape[-1] // 3), _by_client(action, 2)]
-            return jnp.mean(_forward(value, jnp.concatenate(seen, -1))[..., 0], -1)
+            mean, deviation = jnp.split(action, 2, -1)
+            if self.variant == "paper":  # a softmax is the same for all means moved by one number
+                mean = mean - jnp.mean(mean, -1, keepdims=True)
+            decided = _by_client(jnp.concatenate([mean, deviation], -1), 2)
+            seen = jnp.concatenate([_by_client(state, 3) * (state.shape[-1] // 3), decided], -1)
+            return jnp.mean(_forward(value, seen)[..., 0], -1)
         return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
 
     def _explored(self, action: jax.Array, drift: jax.Array) -> jax.Array:
