@@ -263,19 +263,23 @@ class FedDrl(Weighting):
         else:
             answer = _forward(policy, state)
         mean, width = jnp.split(answer, 2, -1)
-        mean = jax.nn.softmax(mean) if self.variant == "code" else self.limit * jnp.tanh(mean)
+        mean = jax.nn.softmax(mean) if self.variant == "code" else self.limit * jnp.tanh(self._relative(mean))
         return jnp.concatenate([mean, self._most(mean) * jax.nn.sigmoid(width)], -1)
 
     def _worth(self, value: Params, state: jax.Array, action: jax.Array) -> jax.Array:
         """What decisions [..., 2K] in states [..., 3K] are worth, [...]."""
         if self.slots == "alike":
             mean, deviation = jnp.split(action, 2, -1)
-            if self.variant == "paper":  # a softmax is the same for all means moved by one number
-                mean = mean - jnp.mean(mean, -1, keepdims=True)
-            decided = _by_client(jnp.concatenate([mean, deviation], -1), 2)
+            decided = _by_client(jnp.concatenate([self._relative(mean), deviation], -1), 2)
             seen = jnp.concatenate([_by_client(state, 3) * (state.shape[-1] // 3), decided], -1)
             return jnp.mean(_forward(value, seen)[..., 0], -1)
         return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
+
+    def _relative(self, mean: jax.Array) -> jax.Array:
+        """Alike, means [..., K] less their own mean: a softmax does not mind, and they cannot all saturate together."""
+        if self.slots != "alike" or self.variant == "code":
+            return mean
+        return mean - jnp.mean(mean, -1, keepdims=True)
 
     def _explored(self, action: jax.Array, drift: jax.Array) -> jax.Array:
         """A decision [2K] moved by `drift`, within the bounds of means and deviations."""
