@@ -62,7 +62,7 @@ def load_mind(source: str | Path, federation: Federation) -> Mind:
     )
     if path.is_dir() and (path / "config.json").exists():
         taught = weighting_of(Federation.from_config(RunFiles.read_config(path).get("federation")))
-        for name in ("slots", "variant", "prior"):
+        for name in ("slots", "variant"):
             theirs, ours = getattr(taught, name), getattr(weighting, name)
             require(
                 theirs == ours,

@@ -94,13 +94,6 @@ def test_alike_one_function_decides_about_every_client() -> None:
     assert weights.sum() == pytest.approx(1, abs=1e-6)
 
 
-def test_by_samples_an_agent_that_has_no_say_is_fedavg() -> None:
-    weighting = dataclasses.replace(PLAIN, prior="samples", limit=1e-6, explore=0.0)
-    reports = _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0], [True, False, True])
-    _, weights, _ = _decide(weighting, weighting.init(K, K, 0), reports)  # of clients with 1, 2 and 3 samples
-    np.testing.assert_allclose(weights, [1 / 4, 0, 3 / 4], atol=0.01)
-
-
 def test_alike_an_agent_learns_to_lean_towards_the_worst_served_where_that_is_rewarded() -> None:
     size = 256
     weighting = dataclasses.replace(
@@ -341,14 +334,7 @@ def test_a_file_without_an_agent_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        "feddrl(beta=0.0)",
-        "feddrl(beta=1.0)",
-        "feddrl(gamma=1.5)",
-        "feddrl(batch=0)",
-        "feddrl(variant=their)",
-        "feddrl(variant=code, prior=samples)",
-    ],
+    ["feddrl(beta=0.0)", "feddrl(beta=1.0)", "feddrl(gamma=1.5)", "feddrl(batch=0)", "feddrl(variant=their)"],
 )
 def test_bad_settings_are_refused(spec: str) -> None:
     with pytest.raises(AtollError):

@@ -100,8 +100,6 @@ class FedDrl(Weighting):
     slots: Literal["clients", "losses", "alike"] = "clients"
     """how the agent sees a cohort: in the order of clients, as in the paper; of losses, the worst served first; or
     alike: one function of a client's own state decides about it, whoever the others are"""
-    prior: Literal["uniform", "samples"] = "uniform"
-    """what the softmax of all means alike would be: uniform, as in the paper, or FedAvg's weights, by samples"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that no client counts more than exp(2 limit) times another"""
     beta: float = 0.1
@@ -140,10 +138,6 @@ class FedDrl(Weighting):
     def __post_init__(self) -> None:
         check_positive(limit=self.limit, beta=self.beta, policy_rate=self.policy_rate, value_rate=self.value_rate)
         check_not_negative(explore=self.explore, fade=self.fade)
-        require(
-            self.prior == "uniform" or self.variant == "paper",
-            "prior is samples, but weights of variant=code are no softmax; use variant=paper",
-        )
         require(self.beta < 1, f"beta is {self.beta}; a deviation below its mean needs a beta below 1")
         require(0 <= self.gamma <= 1, f"gamma is {self.gamma}; a discount lies in 0..1")
         require(0 < self.rho <= 1, f"rho is {self.rho}; it must be above 0 and at most 1")
@@ -207,11 +201,7 @@ class FedDrl(Weighting):
         mean, deviation = jnp.split(action, 2)
         sample = mean + deviation * jax.random.normal(keys[1], mean.shape)
         sample = jnp.zeros_like(sample).at[order].set(sample)
-        if self.whole:
-            say = sample + jnp.log(reports.samples) if self.prior == "samples" else sample
-            weights = jax.nn.softmax(jnp.where(alive, say, -jnp.inf))
-        else:
-            weights = jnp.maximum(sample, 0.0)
+        weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf)) if self.whole else jnp.maximum(sample, 0.0)
         weights = jnp.where(alive, weights, 0.0)
         following = agent._replace(
             replay=replay,
