@@ -126,6 +126,14 @@ def test_clients_report_the_losses_of_what_they_train(algorithm: atoll.Algorithm
     np.testing.assert_allclose(reported["losses"], expected, atol=1e-4)
 
 
+def test_losses_after_training_are_those_of_what_a_client_then_keeps() -> None:
+    run, a, c = _settled(atoll.LocalOnly(0.1, 5), rounds=1, measure=True)
+    mine = np.array([_flat(run.personalize(client, steps=0)) for client in range(CLIENTS)])
+    [reported] = [record for record in run.history if "losses" in record]
+    np.testing.assert_allclose(reported["losses_after"], 0.5 * (a * (mine - c) ** 2).sum(1), rtol=1e-5)
+    assert (np.array(reported["losses_after"]) < reported["losses"]).all()
+
+
 def test_centralised_minimises_the_pooled_loss_whatever_the_steps() -> None:
     run, a, c = _settled(atoll.Centralised(rate=0.1, steps=20))
     np.testing.assert_allclose(_flat(run.params), _weighted(a, c), atol=1e-5)

@@ -40,7 +40,7 @@ def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkey
                 found[f"{samples}-{seed}"] = Job(dataclasses.replace(f, seed=seed), about, "all")
         return found
 
-    def train(rounds: int, seeds: int) -> list[str]:
+    def train(rounds: int, seeds: int, *holds: str) -> list[str]:
         said: list[str] = []
         assert train_jobs(
             jobs(rounds, seeds),
@@ -49,6 +49,7 @@ def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkey
             lambda records: f"{len(records)} runs",
             lambda done, total, text: said.append(f"{done}/{total} {text}"),
             together=9,
+            holds=holds,
         )
         return said
 
@@ -61,6 +62,11 @@ def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkey
     for name, (_, about, _) in jobs(2, 2).items():
         cell = json.loads((tmp_path / "cells" / f"{name}.json").read_text())
         assert {key: cell[key] for key in ("samples", "seed", "curve")} == about | {"curve": [[2]]}
+    fleets.clear()
+    assert train(2, 2, "samples", "curve") == []
+    assert fleets == []
+    train(2, 2, "lean")  # which results had not yet: made again from the runs
+    assert sum(fleets) == 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")

@@ -42,15 +42,17 @@ def train_jobs(
     track: Track,
     together: int = 1,
     workers: int = 1,
+    holds: tuple[str, ...] = (),
 ) -> bool:
     """Train every job that has no result of as many rounds yet; False if interrupted, and the same call then goes on.
 
     Runs are kept in folder/runs, what `results` makes of them in folder/cells. Up to `together` runs train as one
-    batch, or several workers, as those of `run_cells`, train a run each. `figures` says how an evaluation went.
+    batch, or several workers, as those of `run_cells`, train a run each. `figures` says how an evaluation went. A
+    result without what it `holds` today, of an earlier version, is made again from its run.
     """
     cells = folder / "cells"
     cells.mkdir(parents=True, exist_ok=True)
-    missing = {name: job for name, job in jobs.items() if not _done(cells / f"{name}.json", job)}
+    missing = {name: job for name, job in jobs.items() if not _done(cells / f"{name}.json", job, holds)}
     if workers > 1:
         for name in missing:
             (cells / f"{name}.json").unlink(missing_ok=True)  # of a shorter run, which goes on
@@ -75,9 +77,12 @@ def train_jobs(
     return True
 
 
-def _done(path: Path, job: Job) -> bool:
+def _done(path: Path, job: Job, holds: tuple[str, ...]) -> bool:
     """Whether the job has a result, of as many rounds; a longer run goes on where the shorter one ended."""
-    return path.exists() and bool(json.loads(path.read_text())["curve"][-1][0] == job.federation.rounds)
+    if not path.exists():
+        return False
+    cell = json.loads(path.read_text())
+    return bool(cell["curve"][-1][0] == job.federation.rounds) and set(holds) <= set(cell)
 
 
 def _batches(jobs: Mapping[str, Job], size: int) -> Iterator[dict[str, Job]]:

@@ -207,7 +207,8 @@ class Item(Shown):
         """Run what is missing; False if interrupted."""
         alone = jax.default_backend() == "cpu" and self.together is None
         workers = len(cores()) if alone else 1
-        return train_jobs(self.jobs(), self.folder, _results, _figures, track, self.together or 40, workers)
+        holds = ("training_losses", "lean")
+        return train_jobs(self.jobs(), self.folder, _results, _figures, track, self.together or 40, workers, holds)
 
     def picture(self, cells: list[Cell]) -> Figure:
         """Accuracy by round."""

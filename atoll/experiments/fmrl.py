@@ -6,7 +6,7 @@ one batch on a GPU. A run that was interrupted goes on from its last checkpoint.
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -75,6 +75,8 @@ class Item(Shown):
     out: Path = Path("runs/reproduce")
     """folder of the results"""
 
+    holds: ClassVar[tuple[str, ...]] = ()  # what results must hold beside curves and scores
+
     def __post_init__(self) -> None:
         for environment in self.environments:
             if environment not in TASKS:
@@ -128,7 +130,7 @@ class Item(Shown):
     def reproduce(self, track: Track) -> bool:
         """Run what is missing; False if interrupted."""
         together = self.together or (1 if jax.default_backend() == "cpu" else 25)
-        return train_jobs(self.jobs(), self.folder, _results, _figures, track, together)
+        return train_jobs(self.jobs(), self.folder, _results, _figures, track, together, holds=self.holds)
 
     def text(self, cells: list[Cell]) -> str:
         """A table for each environment."""
@@ -218,6 +220,8 @@ class Fig3(Item):
 
 class Fig4(Item):
     """FMRL with different shares of clients in a round (lambda): returns of a round's clients, and of all clients."""
+
+    holds = ("selected",)
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """Paper's Figure 4: clients report their returns in every round, and evaluations are of all of them."""

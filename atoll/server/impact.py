@@ -99,7 +99,7 @@ class FedDrl(Weighting):
     program; exploration is then a share of the mean"""
     slots: Literal["clients", "losses", "alike"] = "clients"
     """how the agent sees a cohort: in the order of clients, as in the paper; of losses, the worst served first; or
-    alike: one function of a client's own state decides about it, whoever the others are"""
+    alike: one function of a client's own state decides about it, relative to what it says of the others"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that no client counts more than exp(2 limit) times another"""
     beta: float = 0.1
