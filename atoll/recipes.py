@@ -37,12 +37,16 @@ class Recipe:
 def with_budget(federation: Federation, algorithm: Algorithm) -> Federation:
     """The federation with another algorithm; where clients gather experience, as much of it in a round as before."""
     problem = federation.problem
-    if isinstance(problem, Locomotion | Gym):  # `batches` counts for gatherings to train on, others are one batch
-        old, new = federation.algorithm.gatherings, algorithm.gatherings
-        budget = sum(problem.batches if purpose == "train" else 1 for purpose in old)
+    if isinstance(problem, Locomotion | Gym):
+        budget, new = batches_of_a_round(problem, federation.algorithm), algorithm.gatherings
         others = sum(purpose != "train" for purpose in new)
         problem = dataclasses.replace(problem, batches=max(1, (budget - others) // (len(new) - others)))
     return dataclasses.replace(federation, problem=problem, algorithm=algorithm)
+
+
+def batches_of_a_round(problem: Locomotion | Gym, algorithm: Algorithm) -> int:
+    """Batches of episodes that a client gathers: `batches` to train on, and one for any other purpose."""
+    return sum(problem.batches if purpose == "train" else 1 for purpose in algorithm.gatherings)
 
 
 def _rivals(rate: float, steps: int, cohort: int) -> dict[str, Algorithm]:

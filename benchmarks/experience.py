@@ -53,16 +53,16 @@ def work(options: Any, seeds: range, ready: Any, answers: Any) -> None:
     """Train the runs of `seeds` as one fleet and put their environment steps a second into `answers`."""
     import jax
 
+    from atoll.experiments.fmrl import Table1
     from atoll.fleet import Fleet
     from atoll.machine import cores
-    from atoll.recipes import recipe
+    from atoll.recipes import batches_of_a_round
 
     if options.processes == 1:
         jax.config.update("jax_num_cpu_devices", len(cores()))  # as atoll's commands do
-    found = recipe(f"fmrl/{options.environment}").federation
-    sampler = "native" if jax.default_backend() == "cpu" else "warp"
-    problem: Any = dataclasses.replace(found.problem, dynamics=options.dynamics, sampler=sampler)  # type: ignore[type-var]
-    first = dataclasses.replace(found, problem=problem, cohort=options.clients)
+    paper = Table1(scale="paper", dynamics=options.dynamics)
+    first = paper.federation(options.environment, cohort=options.clients)
+    problem: Any = first.problem
     fleet = Fleet([dataclasses.replace(first, seed=seed).start() for seed in seeds])
     for _ in range(2):
         fleet.step()  # compiles
@@ -71,8 +71,7 @@ def work(options: Any, seeds: range, ready: Any, answers: Any) -> None:
     for _ in range(options.rounds):
         fleet.step()
     seconds = time.perf_counter() - start
-    batches = sum(problem.batches if purpose == "train" else 1 for purpose in first.algorithm.gatherings)
-    steps = batches * problem.episodes * problem.horizon  # of a client in a round
+    steps = batches_of_a_round(problem, first.algorithm) * problem.episodes * problem.horizon  # of a client in a round
     answers.put(len(seeds) * options.clients * steps * options.rounds / seconds)
 
 
