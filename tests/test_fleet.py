@@ -30,6 +30,7 @@ def _alike(alone: atoll.Run, together: atoll.Run) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.as_compiled_for_users
 def test_seeds_settings_and_algorithms_are_one_batch() -> None:
     """Two runs differ in numbers; Ditto keeps something at the clients; FedAvg gathers twice as much at a time."""
     twice = dataclasses.replace(RUNNING.problem, batches=2)  # type: ignore[type-var]
@@ -48,6 +49,7 @@ def test_seeds_settings_and_algorithms_are_one_batch() -> None:
         _alike(federation.run(), run)
 
 
+@pytest.mark.as_compiled_for_users
 def test_problems_without_a_sampler_are_one_batch_too() -> None:
     federations = [dataclasses.replace(BOWLS, seed=s, algorithm=atoll.FedAvg(r, 2)) for s, r in ((0, 0.1), (5, 0.2))]
     fleet = Fleet([f.start() for f in federations])
@@ -69,6 +71,7 @@ def test_servers_of_one_batch_may_follow_different_rules() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.as_compiled_for_users
 def test_a_fleet_goes_on_from_its_runs_checkpoints(tmp_path: Path) -> None:
     federations = [dataclasses.replace(BOWLS, seed=seed) for seed in (0, 1)]
     first = Fleet([f.start(tmp_path / str(f.seed)) for f in federations])
