@@ -5,16 +5,16 @@ agent learns from all that they remember, and then decides in the run that count
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .engines.local import LocalEngine
 from .errors import AtollError, require
 from .federation import Federation, Record, Run
-from .fleet import Fleet
+from .fleet import Fleet, fitting
 from .runs import RunFiles, load_part, newest_checkpoint, save_part
-from .server.impact import Agent, FedDrl, Mind
+from .server.impact import FEWEST, Agent, FedDrl, Mind
 
 AGENT = "agent.npz"  # name of an agent's file in a run's directory
 _PART = "state/weighting/mind"
@@ -83,43 +83,49 @@ def save_mind(path: Path, mind: Mind) -> None:
     save_part(path, _PART, mind)
 
 
-def train_mind(
-    federation: Federation,
+def train_minds(
+    federations: Sequence[tuple[Path, Federation]],
     workers: int,
-    directory: Path,
     engine: LocalEngine | None = None,
     watch: Callable[[list[Record]], None] | None = None,
     checkpoint_every: int = 10,
-) -> Mind | None:
-    """Two-stage training: what an agent learned from `workers` runs of the federation.
+) -> list[Mind] | None:
+    """Two-stage training: for every federation what an agent learned from `workers` runs of it.
 
-    All have the federation's clients and begin with the same agent; cohorts, batches and exploration are their own.
-    They are kept in `directory`/worker-1, ..., and the agent in `directory`; interrupted, which returns
-    None, the same call goes on.
+    These have the federation's clients and begin with the same agent; cohorts, batches and exploration are their own.
+    They are kept beside each other in its directory (worker-1, ...), as is the agent; interrupted, which returns
+    None, the same call goes on. What can train as one batch does.
     """
     require(workers >= 1, f"workers is {workers}; it takes at least 1 to collect experience")
-    file, weighting = directory / AGENT, weighting_of(federation)
-    if file.exists():
-        return load_mind(file, federation)
-    seeds = [(federation.seed + 1000 * (worker + 1)) % 2**32 for worker in range(workers)]
-    runs: list[Run] = []
+    enough = 1 - -FEWEST // workers  # of a worker's last round nothing is known yet
+    for _, f in federations:
+        require(
+            f.rounds >= enough,
+            f"rounds is {f.rounds}, too few for {workers} workers to train an agent; set rounds to at least {enough}",
+        )
+    untaught = [(folder, f) for folder, f in federations if not (folder / AGENT).exists()]
+    teams: list[list[Run]] = []
     try:
-        problem = federation.problem.build(federation.clients, federation.new_clients, federation.seed)
-        first: Agent = weighting.init(federation.cohort, federation.clients, federation.seed)
-        for worker, seed in enumerate(seeds):
-            settings = dataclasses.replace(federation, seed=seed)
-            run = settings.start_or_resume(directory / f"worker-{worker + 1}", engine, problem=problem)
-            runs.append(run)
-            if not run.begun:
-                install(run, first.mind)
-        fleet = Fleet(runs)
-        fleet.advance(watch, checkpoint_every)
-        if fleet.interrupted:
-            return None
-        agents: list[Any] = [run.state.weighting for run in runs]
-        mind = weighting.offline(agents, seed=federation.seed)
-        save_mind(file, mind)
-        return mind
+        for folder, federation in untaught:
+            teams.append([])
+            problem = federation.problem.build(federation.clients, federation.new_clients, federation.seed)
+            first: Agent = weighting_of(federation).init(federation.cohort, federation.clients, federation.seed)
+            for worker in range(1, workers + 1):
+                settings = dataclasses.replace(federation, seed=(federation.seed + 1000 * worker) % 2**32)
+                run = settings.start_or_resume(folder / f"worker-{worker}", engine, problem=problem)
+                teams[-1].append(run)
+                if not run.begun:
+                    install(run, first.mind)
+        for group in fitting(run for team in teams for run in team):
+            fleet = Fleet(group)
+            fleet.advance(watch, checkpoint_every)
+            if fleet.interrupted:
+                return None
+        for (folder, federation), team in zip(untaught, teams, strict=True):
+            agents: list[Any] = [run.state.weighting for run in team]
+            save_mind(folder / AGENT, weighting_of(federation).offline(agents, seed=federation.seed))
     finally:
-        for run in runs:
-            run.close()
+        for team in teams:
+            for run in team:
+                run.close()
+    return [load_mind(folder / AGENT, federation) for folder, federation in federations]

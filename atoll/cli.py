@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from .agents import AGENT, install, load_mind, save_mind, train_mind
+from .agents import AGENT, install, load_mind, save_mind, train_minds
 from .algorithms import ALGORITHMS
 from .certs import certs_command
 from .client import personalize_command
@@ -184,7 +184,8 @@ def _first_stage(options: _StartOptions, directory: Path, engine: LocalEngine) -
     console.print(f"{escape(str(directory))}: {workers} workers collect experience, {describe(f)}")
     with progress_bar() as progress:
         watch = _round_tracker(progress, "workers", f.rounds, 0)
-        return train_mind(f, workers, directory, engine, lambda records: watch(records[0]))
+        minds = train_minds([(directory, f)], workers, engine, lambda records: watch(records[0]))
+        return minds[0] if minds else None
 
 
 def resume_command(arguments: list[str]) -> int:

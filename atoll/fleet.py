@@ -7,7 +7,7 @@ all experience of the fleet is sampled at once.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -176,6 +176,15 @@ class Fleet:
             id(run): one for s, results in self._with(by_squadron) for run, one in zip(s.runs, results, strict=True)
         }
         return [found[id(run)] for run in self.runs]
+
+
+def fitting(runs: Iterable[Run]) -> list[list[Run]]:
+    """The runs in groups that can each be a fleet: at the same round, with data of the same shapes."""
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(run.problem))
+        groups.setdefault((run.round, run.begun, shapes), []).append(run)
+    return list(groups.values())
 
 
 def together(work: Sequence[Phases[T]]) -> list[T]:

@@ -59,7 +59,7 @@ def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkey
     fleets.clear()
     assert train(2, 2)[-1] == "8/8 4 and 3 more: 1 runs"
     assert fleets == [1, 1, 1, 1]  # the first seeds go on from round 1, the second ones begin
-    for name, (_, about, _) in jobs(2, 2).items():
+    for name, (_, about, *_) in jobs(2, 2).items():
         cell = json.loads((tmp_path / "cells" / f"{name}.json").read_text())
         assert {key: cell[key] for key in ("samples", "seed", "curve")} == about | {"curve": [[2]]}
     fleets.clear()

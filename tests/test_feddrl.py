@@ -10,6 +10,8 @@ import pytest
 
 import atoll
 from atoll import cli
+from atoll.agents import install, load_mind
+from atoll.errors import AtollError
 from atoll.experiments import feddrl, server_time
 from atoll.experiments.feddrl import Setting, best, lean, rounds_to, summary, thinned
 from atoll.problems.data import Dataset
@@ -179,6 +181,7 @@ def test_figures_vary_one_setting_and_nothing_else() -> None:
         (["--partitions", "ec"], "unknown partition 'ec'"),
         (["--methods", "FedDLR"], "did you mean 'FedDRL'"),
         (["--methods", "feddrl(bacth=3)"], "there is no setting 'bacth'"),
+        (["--methods", "two-stage FedAvg"], "FedAvg has no agent to train; use two-stage FedDRL"),
         (["--clients", "20"], "clients is 20; the paper has federations of 10 and of 100"),
         (["--rounds", "0"], "rounds is 0"),
     ],
@@ -188,10 +191,15 @@ def test_mistakes_cost_one_line(options: list[str], words: str, capsys: pytest.C
     assert words in capsys.readouterr().err
 
 
-def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _tiny_images(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.random.default_rng(0).integers(256, size=(200, 4, 4, 1), dtype=np.uint8)
     y = np.repeat(np.arange(10, dtype=np.int32), 20)
     monkeypatch.setattr("atoll.problems.classification.load", lambda name: Dataset(name, x, y, x, y, 10))
+
+
+@pytest.mark.usefixtures("_tiny_images")
+def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path) -> None:
     methods = ("FedAvg", "FedDRL")
     item = feddrl.Table3(
         partitions=("ce",), clients=(10,), methods=methods, seeds=1, rounds=1, together=2, out=tmp_path
@@ -219,6 +227,28 @@ def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path, monkey
     said.clear()
     assert longer.reproduce(track)
     assert said == []
+
+
+@pytest.mark.usefixtures("_tiny_images")
+def test_a_table_may_have_agents_trained_before(tmp_path: Path) -> None:
+    methods = ("two-stage feddrl(width=8)",)
+    item = feddrl.Table3(
+        partitions=("ce",), clients=(10,), methods=methods, seeds=1, rounds=9, together=2, out=tmp_path
+    )
+    said: list[str] = []
+    assert item.reproduce(lambda done, total, text: said.append(f"{done}/{total} {text}"))
+    what = "glyphs ce 10 two-stage feddrl(width=8): accuracy "
+    assert [text.partition(what)[0] for text in said] == [f"{n}/27 " for n in (*range(0, 20, 2), *range(18, 28))]
+    assert "| 10 | two-stage feddrl(width=8) |" in item.table()
+    [(name, job)] = item.jobs().items()
+    run = job.federation.start()
+    install(run, load_mind(item.folder / "agents" / name / "agent.npz", job.federation))
+    run.advance()
+    rounds = read_lines(item.folder / "runs" / name / "metrics.jsonl")
+    weights, expected = ([r["weights"] for r in records if "weights" in r] for records in (rounds, run.history))
+    np.testing.assert_allclose(weights, expected, rtol=1e-3)
+    with pytest.raises(AtollError, match=r"rounds is 8, too few for 2 workers .*; set rounds to at least 9"):
+        dataclasses.replace(item, rounds=8, out=tmp_path / "short").reproduce(lambda *_: None)
 
 
 def test_the_servers_time_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from atoll import FedAvg, Federation
-from atoll.agents import install, load_mind, save_mind, train_mind
+from atoll.agents import install, load_mind, save_mind, train_minds
 from atoll.errors import AtollError
 from atoll.federation import Evaluation, Run
 from atoll.fleet import Fleet
@@ -273,11 +273,14 @@ def test_exploration_keeps_means_within_their_limit() -> None:
 
 def test_two_stages_train_an_agent_that_other_runs_can_use(tmp_path: Path) -> None:
     f = _federation(rounds=12)
-    mind = train_mind(f, 2, tmp_path / "run")
-    assert mind is not None
-    again = train_mind(f, 2, tmp_path / "run")  # kept, not trained anew
-    assert again is not None
-    jax.tree.map(np.testing.assert_array_equal, mind.networks, again.networks)
+    minds = train_minds([(tmp_path / "run", f)], 2)
+    assert minds is not None
+    other = (tmp_path / "beside", dataclasses.replace(f, seed=5))
+    both = train_minds([(tmp_path / "run", f), other], 2)
+    assert both is not None
+    mind = minds[0]
+    jax.tree.map(np.testing.assert_array_equal, mind.networks, both[0].networks)  # kept, not trained anew
+    assert not np.array_equal(mind.networks.policy[0]["w"], both[1].networks.policy[0]["w"])
     workers = [Run.resume(tmp_path / "run" / f"worker-{k}", problem=f.start().problem) for k in (1, 2)]
     memories = [np.asarray(run.state.weighting.replay.rounds.state) for run in workers]
     assert not np.array_equal(*memories)  # the same clients, but cohorts and exploration of their own

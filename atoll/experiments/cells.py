@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from scipy import stats
 
+from ..agents import install, train_minds
 from ..federation import Federation, Record, Run
-from ..fleet import Fleet, FleetWatcher
+from ..fleet import Fleet, fitting
 from ..machine import cores, keep_compiled
 from ..runs import write_atomically
+from ..server.impact import Mind
 
 Cell = dict[str, Any]
 Track = Callable[[int, int, str], None]
@@ -27,11 +28,20 @@ Results = Callable[[Fleet], list[Cell]]
 
 
 class Job(NamedTuple):
-    """A federation to train. `about` becomes part of its result; jobs of one `kin` may train as one batch."""
+    """A federation to train. `about` becomes part of its result; jobs of one `kin` may train as one batch.
+
+    With `workers` its agent is trained before, in runs of their own.
+    """
 
     federation: Federation
     about: Cell
     kin: Hashable
+    workers: int = 0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds to train, the workers' too."""
+        return self.federation.rounds * (1 + self.workers)
 
 
 def train_jobs(
@@ -58,22 +68,22 @@ def train_jobs(
             (cells / f"{name}.json").unlink(missing_ok=True)  # of a shorter run, which goes on
         alone = {name: partial(_alone, name, job, folder, results) for name, job in jobs.items()}
         return run_cells(alone, cells, track, workers)
-    total = sum(job.federation.rounds for job in jobs.values())
-    done = total - sum(job.federation.rounds for job in missing.values())
+    total = sum(job.rounds for job in jobs.values())
+    done = total - sum(job.rounds for job in missing.values())
     batch: dict[str, Job] = {}
 
-    def watch(records: list[Record]) -> None:
+    def watch(records: list[Record], before: int = 0) -> None:
         if "evaluation" in records[0]:
             first = " ".join(str(value) for key, value in next(iter(batch.values())).about.items() if key != "seed")
             more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
-            track(done + len(records) * records[0]["round"], total, f"{first}{more}: {figures(records)}")
+            track(done + before + len(records) * records[0]["round"], total, f"{first}{more}: {figures(records)}")
 
     for batch in _batches(missing, together):
         for name, cell in _train(batch, folder, results, watch):
             if cell is None:
                 return False
             write_atomically(cells / f"{name}.json", json.dumps(cell))
-            done += batch[name].federation.rounds
+            done += batch[name].rounds
     return True
 
 
@@ -88,8 +98,8 @@ def _done(path: Path, job: Job, holds: tuple[str, ...]) -> bool:
 def _batches(jobs: Mapping[str, Job], size: int) -> Iterator[dict[str, Job]]:
     """Jobs that may train as one batch, at most `size` at a time."""
     groups: dict[Hashable, list[str]] = {}
-    for name, (f, _, kin) in jobs.items():
-        groups.setdefault((f.clients, f.cohort, f.rounds, kin), []).append(name)
+    for name, (f, _, kin, workers) in jobs.items():
+        groups.setdefault((f.clients, f.cohort, f.rounds, kin, workers), []).append(name)
     for group in groups.values():
         for start in range(0, len(group), size):
             yield {name: jobs[name] for name in group[start : start + size]}
@@ -101,19 +111,31 @@ def _alone(name: str, job: Job, folder: Path, results: Results) -> Cell | None:
 
 
 def _train(
-    batch: Mapping[str, Job], folder: Path, results: Results, watch: FleetWatcher | None = None
+    batch: Mapping[str, Job], folder: Path, results: Results, watch: Callable[..., None] | None = None
 ) -> Iterator[tuple[str, Cell | None]]:
-    """Results by job, None where interrupted; runs at the same round with data of the same shapes are one fleet."""
+    """Results by job, None where interrupted; runs that fit together are one fleet."""
     runs: dict[str, Run] = {}
     try:
-        fleets: dict[Hashable, list[str]] = {}
+        minds: dict[str, Mind] = {}
+        workers = next(iter(batch.values())).workers
+        if workers:
+            teams = [(folder / "agents" / name, job.federation) for name, job in batch.items()]
+            taught = train_minds(teams, workers, watch=watch, checkpoint_every=25)
+            if taught is None:
+                yield next(iter(batch)), None
+                return
+            minds = dict(zip(batch, taught, strict=True))
+            before = workers * sum(job.federation.rounds for job in batch.values())
+            watch = partial(watch, before=before) if watch else None
         for name, job in batch.items():
             run = runs[name] = job.federation.start_or_resume(folder / "runs" / name, any_rounds=True)
-            shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(run.problem))
-            fleets.setdefault((run.round, run.begun, shapes), []).append(name)
-        for names in fleets.values():
+            if name in minds and not run.begun:
+                install(run, minds[name])
+        names_of = {id(run): name for name, run in runs.items()}
+        for group in fitting(runs.values()):
+            names = [names_of[id(run)] for run in group]
             start = time.monotonic()
-            fleet = Fleet([runs[name] for name in names])
+            fleet = Fleet(group)
             fleet.advance(watch, checkpoint_every=25)
             if fleet.interrupted:
                 yield names[0], None

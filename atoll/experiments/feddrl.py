@@ -26,6 +26,7 @@ from ..recipes import recipe
 from ..report.report import COLOURS
 from ..runs import read_lines
 from ..server import WEIGHTINGS, Server
+from ..server.impact import FedDrl
 from ..settings import parse_spec
 from .cells import Cell, Job, Track, train_jobs, verdict
 from .show import Shown, band, finish, header, row, shown
@@ -37,6 +38,7 @@ METHODS = {
     "FedProx": ("fedprox", "samples"),
     "FedDRL": ("fedavg", "feddrl"),
 }
+TWO_STAGE = "two-stage "  # before a method with an agent
 RIVALS = ("FedAvg", "FedProx")
 FEDERATED = (*RIVALS, "FedDRL")
 DATA = {
@@ -114,7 +116,8 @@ class Item(Shown):
     clients: tuple[int, ...] = ()
     """10, 100 or both (default: those of the paper's item)"""
     methods: tuple[str, ...] = ()
-    """SingleSet, FedAvg, FedProx, FedDRL, or weightings as "feddrl(batch=16)" (default: those of the paper's item)"""
+    """SingleSet, FedAvg, FedProx, FedDRL, or weightings as "feddrl(batch=16)" (default: those of the paper's item);
+    "two-stage FedDRL" has an agent that was trained with the experience of two runs of its own before"""
     seeds: int | None = None
     """number of seeds (default: the scale's)"""
     rounds: int | None = None
@@ -129,7 +132,7 @@ class Item(Shown):
     values: ClassVar[tuple[Any, ...]] = (None,)
 
     def __post_init__(self) -> None:
-        names = [method.partition("(")[0].strip() for method in self.methods]
+        names = [_bare(method).partition("(")[0].strip() for method in self.methods]
         for kind, values, known in (
             (f"data at {self.scale} scale", self.data, DATA[self.scale]),
             ("partition", self.partitions, SPLITS),
@@ -141,7 +144,9 @@ class Item(Shown):
         for number in self.clients:
             require(number in (10, 100), f"clients is {number}; the paper has federations of 10 and of 100")
         for method in self.methods:
-            parse_spec("method", WEIGHTINGS, _what(method)[1])
+            rule = parse_spec("method", WEIGHTINGS, _what(method)[1])
+            agent = method == _bare(method) or isinstance(rule, FedDrl)
+            require(agent, f"method is '{method}', but {_bare(method)} has no agent to train; use two-stage FedDRL")
         check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
 
     @property
@@ -198,8 +203,9 @@ class Item(Shown):
                 f"{key}{word}" if key not in ("data", "partition", "method") else word for key, word in about.items()
             ]
             federation = dataclasses.replace(self.federation(setting, method, value), seed=seed)
+            workers = 0 if method == _bare(method) else 2
             found[re.sub(r"[^\w.=-]+", "_", "-".join(words))] = Job(
-                federation, about, (setting.data, type(federation.algorithm))
+                federation, about, (setting.data, type(federation.algorithm)), workers
             )
         return found
 
@@ -469,7 +475,12 @@ def summary(curve: list[Any]) -> Cell:
 
 def _what(method: str) -> tuple[str, str]:
     """Algorithm and weighting of a method."""
-    return METHODS.get(method, ("fedavg", method))
+    return METHODS.get(_bare(method), ("fedavg", _bare(method)))
+
+
+def _bare(method: str) -> str:
+    """The method without the word that its agent is trained before."""
+    return method.removeprefix(TWO_STAGE)
 
 
 def _dealt(federation: Federation) -> tuple[Classification, Any]:

@@ -26,6 +26,7 @@ from ..problems.base import Params
 from ..settings import settings
 from .weighting import Reports, Weighting, weighted_mean
 
+FEWEST = 16  # rounds from which an agent can be trained offline
 _FLOOR = 1e-3  # the least deviation of a Gaussian
 _RETURN = 0.1  # Ornstein-Uhlenbeck: how fast the noise returns to 0
 _CURIOSITY = 1e-3  # added to priorities, so that nothing is never replayed
@@ -244,7 +245,7 @@ class FedDrl(Weighting):
         held = [jax.tree.map(lambda x, n=int(a.replay.size): np.asarray(x)[:n], a.replay.rounds) for a in agents]
         rounds = jax.tree.map(lambda *parts: jnp.concatenate(parts), *held)
         size = len(rounds.reward)
-        require(size >= 16, f"{len(agents)} workers remember {size} rounds; train them for at least 16 in all")
+        require(size >= FEWEST, f"{len(agents)} workers remember {size} rounds; it takes at least {FEWEST} in all")
         student = dataclasses.replace(
             self, gamma=0.95, policy_rate=0.005, value_rate=0.005, rho=0.01, batch=16, updates=epochs * size // 16
         )
