@@ -32,7 +32,7 @@ class Cohort:
     each: Each
     share: jax.Array | None = None
 
-    def collect(self, params: Params, purpose: Purpose, tag: int = 0) -> Data:
+    def collect(self, params: Params, purpose: Purpose, tag: jax.Array | int = 0) -> Data:
         """Data gathered by every client with its own `params` [C, ...]; `tag` sets one gathering apart from others."""
         data = self.problem.collect(params, self.clients, gathering_keys(self.keys, tag), purpose)
         return self.each(self.problem.digest)(data)
@@ -51,7 +51,7 @@ class Trained(NamedTuple):
     loss: jax.Array  # mean training loss over the local steps
 
 
-def gathering_keys(keys: jax.Array, tag: int) -> jax.Array:
+def gathering_keys(keys: jax.Array, tag: jax.Array | int) -> jax.Array:
     """Keys [C] of gathering number `tag`, from the clients' keys [C] of the round."""
     found: jax.Array = jax.vmap(lambda key: jax.random.fold_in(key, 1000 + tag))(keys)
     return found

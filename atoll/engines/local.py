@@ -508,16 +508,22 @@ def _adapt_all(
     clients, _ = by_client
     cohort = Cohort(work.problem, clients, _client_keys(work.seed, _EVALUATE, round_, clients), engine.each)
 
-    def score(models: Params, step: int) -> dict[str, jax.Array]:
+    def score(models: Params, step: jax.Array | int) -> dict[str, jax.Array] | None:
+        if not scored:
+            return None
         return _score(engine, work, (), (), (models, cohort.collect(models, "score", 2 * step)))
 
-    models = _personal(engine, work, by_run, (), by_client)
-    found = [score(models, 0)] if scored else []
-    for step in range(steps):
+    def adapt(models: Params, step: jax.Array) -> tuple[Params, dict[str, jax.Array] | None]:
         data = cohort.collect(models, "adapt", 2 * step + 1)
         models = _adapt_once(engine, work, by_run, (round_, step), (clients, models, data))
-        found += [score(models, step + 1)] if scored else []
-    return jax.tree.map(lambda *columns: jnp.stack(columns, axis=1), *found) if scored else models
+        return models, score(models, step + 1)
+
+    models = _personal(engine, work, by_run, (), by_client)
+    found = jax.tree.map(lambda leaf: leaf[None], score(models, 0))
+    if steps:
+        models, more = jax.lax.scan(adapt, models, jnp.arange(steps))  # compiled once, however many steps
+        found = jax.tree.map(lambda *parts: jnp.concatenate(parts), found, more)
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), found) if scored else models
 
 
 def _personal(engine: LocalEngine, work: Work, by_run: Any, now: Any, by_client: Any) -> Params:
