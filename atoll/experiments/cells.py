@@ -20,7 +20,6 @@ from ..federation import Federation, Record, Run
 from ..fleet import Fleet, fitting
 from ..machine import cores, keep_compiled
 from ..runs import write_atomically
-from ..server.impact import Mind
 
 Cell = dict[str, Any]
 Track = Callable[[int, int, str], None]
@@ -116,21 +115,20 @@ def _train(
     """Results by job, None where interrupted; runs that fit together are one fleet."""
     runs: dict[str, Run] = {}
     try:
-        minds: dict[str, Mind] = {}
+        for name, job in batch.items():
+            runs[name] = job.federation.start_or_resume(folder / "runs" / name, any_rounds=True)
         workers = next(iter(batch.values())).workers
         if workers:
-            teams = [(folder / "agents" / name, job.federation) for name, job in batch.items()]
-            taught = train_minds(teams, workers, watch=watch, checkpoint_every=25)
-            if taught is None:
+            untaught = [name for name, run in runs.items() if not run.begun]
+            teams = [(folder / "agents" / name, batch[name].federation) for name in untaught]
+            minds = train_minds(teams, workers, watch=watch, checkpoint_every=25)
+            if minds is None:
                 yield next(iter(batch)), None
                 return
-            minds = dict(zip(batch, taught, strict=True))
+            for name, mind in zip(untaught, minds, strict=True):
+                install(runs[name], mind)
             before = workers * sum(job.federation.rounds for job in batch.values())
             watch = partial(watch, before=before) if watch else None
-        for name, job in batch.items():
-            run = runs[name] = job.federation.start_or_resume(folder / "runs" / name, any_rounds=True)
-            if name in minds and not run.begun:
-                install(run, minds[name])
         names_of = {id(run): name for name, run in runs.items()}
         for group in fitting(runs.values()):
             names = [names_of[id(run)] for run in group]
