@@ -83,6 +83,16 @@ def save_mind(path: Path, mind: Mind) -> None:
     save_part(path, _PART, mind)
 
 
+def check_workers(federation: Federation, workers: int) -> None:
+    """Raise an error unless `workers` runs of the federation are enough to train an agent."""
+    require(workers >= 1, f"workers is {workers}; it takes at least 1 to collect experience")
+    rounds, enough = federation.rounds, 1 - -FEWEST // workers  # of a worker's last round nothing is known yet
+    require(
+        rounds >= enough,
+        f"rounds is {rounds}, too few for {workers} workers to train an agent; set rounds to at least {enough}",
+    )
+
+
 def train_minds(
     federations: Sequence[tuple[Path, Federation]],
     workers: int,
@@ -96,13 +106,8 @@ def train_minds(
     They are kept beside each other in its directory (worker-1, ...), as is the agent; interrupted, which returns
     None, the same call goes on. What can train as one batch does.
     """
-    require(workers >= 1, f"workers is {workers}; it takes at least 1 to collect experience")
-    enough = 1 - -FEWEST // workers  # of a worker's last round nothing is known yet
-    for _, f in federations:
-        require(
-            f.rounds >= enough,
-            f"rounds is {f.rounds}, too few for {workers} workers to train an agent; set rounds to at least {enough}",
-        )
+    for _, federation in federations:
+        check_workers(federation, workers)
     untaught = [(folder, f) for folder, f in federations if not (folder / AGENT).exists()]
     teams: list[list[Run]] = []
     try:

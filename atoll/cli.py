@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from .agents import AGENT, install, load_mind, save_mind, train_minds
+from .agents import AGENT, check_workers, install, load_mind, save_mind, train_minds
 from .algorithms import ALGORITHMS
 from .certs import certs_command
 from .client import personalize_command
@@ -166,6 +166,7 @@ def run_command(arguments: list[str]) -> int:
     elif options.agent.workers:
         if (directory / "config.json").exists():
             raise AtollError(f"{directory} holds a run already; continue it: atoll resume {directory}")
+        check_workers(options.federation, options.agent.workers)
         mind = _first_stage(options, directory, engine)
         if mind is None:
             console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")

@@ -181,6 +181,7 @@ def test_figures_vary_one_setting_and_nothing_else() -> None:
         (["--partitions", "ec"], "unknown partition 'ec'"),
         (["--methods", "FedDLR"], "did you mean 'FedDRL'"),
         (["--methods", "feddrl(bacth=3)"], "there is no setting 'bacth'"),
+        (["--methods", "two-stage  FedDLR"], "did you mean 'FedDRL'"),
         (["--methods", "two-stage FedAvg"], "FedAvg has no agent to train; use two-stage FedDRL"),
         (["--clients", "20"], "clients is 20; the paper has federations of 10 and of 100"),
         (["--rounds", "0"], "rounds is 0"),
@@ -249,6 +250,7 @@ def test_a_table_may_have_agents_trained_before(tmp_path: Path) -> None:
     np.testing.assert_allclose(weights, expected, rtol=1e-3)
     with pytest.raises(AtollError, match=r"rounds is 8, too few for 2 workers .*; set rounds to at least 9"):
         dataclasses.replace(item, rounds=8, out=tmp_path / "short").reproduce(lambda *_: None)
+    assert not (tmp_path / "short").exists()
 
 
 def test_the_servers_time_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

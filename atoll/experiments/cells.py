@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from ..agents import install, train_minds
+from ..agents import check_workers, install, train_minds
 from ..federation import Federation, Record, Run
 from ..fleet import Fleet, fitting
 from ..machine import cores, keep_compiled
@@ -59,6 +59,9 @@ def train_jobs(
     batch, or several workers, as those of `run_cells`, train a run each. `figures` says how an evaluation went. A
     result without what it `holds` today, of an earlier version, is made again from its run.
     """
+    for job in jobs.values():
+        if job.workers:
+            check_workers(job.federation, job.workers)
     cells = folder / "cells"
     cells.mkdir(parents=True, exist_ok=True)
     missing = {name: job for name, job in jobs.items() if not _done(cells / f"{name}.json", job, holds)}

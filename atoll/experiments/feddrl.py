@@ -145,8 +145,8 @@ class Item(Shown):
             require(number in (10, 100), f"clients is {number}; the paper has federations of 10 and of 100")
         for method in self.methods:
             rule = parse_spec("method", WEIGHTINGS, _what(method)[1])
-            agent = method == _bare(method) or isinstance(rule, FedDrl)
-            require(agent, f"method is '{method}', but {_bare(method)} has no agent to train; use two-stage FedDRL")
+            able = isinstance(rule, FedDrl) or not method.startswith(TWO_STAGE)
+            require(able, f"method is '{method}', but {_bare(method)} has no agent to train; use two-stage FedDRL")
         check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
 
     @property
@@ -203,7 +203,7 @@ class Item(Shown):
                 f"{key}{word}" if key not in ("data", "partition", "method") else word for key, word in about.items()
             ]
             federation = dataclasses.replace(self.federation(setting, method, value), seed=seed)
-            workers = 0 if method == _bare(method) else 2
+            workers = 2 if method.startswith(TWO_STAGE) else 0  # the paper's
             found[re.sub(r"[^\w.=-]+", "_", "-".join(words))] = Job(
                 federation, about, (setting.data, type(federation.algorithm)), workers
             )
@@ -480,7 +480,7 @@ def _what(method: str) -> tuple[str, str]:
 
 def _bare(method: str) -> str:
     """The method without the word that its agent is trained before."""
-    return method.removeprefix(TWO_STAGE)
+    return method.removeprefix(TWO_STAGE).strip()
 
 
 def _dealt(federation: Federation) -> tuple[Classification, Any]:

@@ -26,7 +26,7 @@ from ..problems.base import Params
 from ..settings import settings
 from .weighting import Reports, Weighting, weighted_mean
 
-FEWEST = 16  # rounds from which an agent can be trained offline
+FEWEST = 16  # rounds in a batch of offline training, which takes one at least
 _FLOOR = 1e-3  # the least deviation of a Gaussian
 _RETURN = 0.1  # Ornstein-Uhlenbeck: how fast the noise returns to 0
 _CURIOSITY = 1e-3  # added to priorities, so that nothing is never replayed
@@ -247,7 +247,13 @@ class FedDrl(Weighting):
         size = len(rounds.reward)
         require(size >= FEWEST, f"{len(agents)} workers remember {size} rounds; it takes at least {FEWEST} in all")
         student = dataclasses.replace(
-            self, gamma=0.95, policy_rate=0.005, value_rate=0.005, rho=0.01, batch=16, updates=epochs * size // 16
+            self,
+            gamma=0.95,
+            policy_rate=0.005,
+            value_rate=0.005,
+            rho=0.01,
+            batch=FEWEST,
+            updates=epochs * size // FEWEST,
         )
         fresh = student.init(agents[0].cohort, agents[0].cohort, seed)
         replay = Replay(rounds, jnp.ones(size), jnp.asarray(size))
