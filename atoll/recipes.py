@@ -63,14 +63,14 @@ def _rivals(rate: float, steps: int, cohort: int) -> dict[str, Algorithm]:
     }
 
 
-def _fmrl(task: str, words: str, eta: float, fade: int = 0, **open_points: Any) -> Recipe:
+def _fmrl(task: str, words: str, eta: float, **open_points: Any) -> Recipe:
     """FMRL's setting for one of its four kinds of task; what the paper leaves open is as in MAML and ProMP or given."""
     return Recipe(
         f"FMRL (Liu et al. 2024): {words}, one policy-gradient step personalises",
         Federation(
             Locomotion(task, horizon=100 if task.startswith("ant") else 200, **open_points),
             Meta(alpha=0.1, beta=0.001, order="first", steps=5),
-            FedAdam(eta, fade=fade),
+            FedAdam(eta),
             clients=200,
             cohort=40,
             rounds=500,
@@ -152,7 +152,6 @@ RECIPES: dict[str, Recipe] = {
         "cheetah-vel",
         "cheetahs with speeds of their own",
         0.003,
-        fade=500,
         objective=Objective(gamma=0.95),
         policy="gaussian(widths=(100, 100), activation=tanh, std=0.5)",
     ),

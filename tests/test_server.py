@@ -58,7 +58,7 @@ def test_adam_can_fade_to_a_tenth_of_its_rate() -> None:
     rule = Server(optimizer="adam(0.001, fade=2)").build()
     state, sizes = rule.init(PARAMS, 1), []
     for _ in range(4):
-        after, _ = rule.step(state, _updates(2.0), _reports([True], [1]))  # Adam's step is the rate if updates are equal
+        after, _ = rule.step(state, _updates(2.0), _reports([True], [1]))  # equal updates: a step as long as the rate
         sizes.append(float(after.params["w"][0] - state.params["w"][0]))
         state = after
     np.testing.assert_allclose(sizes, [0.001, 0.00055, 0.0001, 0.0001], rtol=1e-3)

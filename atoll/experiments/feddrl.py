@@ -494,9 +494,7 @@ def _small(federation: Federation, data: str) -> Federation:
     problem, partition = _dealt(federation)
     if isinstance(partition, ClusteredEqual):
         partition = dataclasses.replace(partition, paper="")
-    problem = dataclasses.replace(
-        problem, data=data, partition=partition, model="mlp(widths=(80, 60))", scaling="unit"
-    )
+    problem = dataclasses.replace(problem, data=data, partition=partition, model="mlp(widths=(80, 60))", scaling="unit")
     algorithm = dataclasses.replace(federation.algorithm, rate=0.05, epochs=1)  # type: ignore[type-var]
     return dataclasses.replace(federation, problem=problem, algorithm=algorithm)
 

@@ -81,9 +81,9 @@ class Server:
         return rule
 
 
-def FedAdam(rate: float = 0.001, weighting: str | Weighting = "uniform", fade: int = 0) -> Server:
+def FedAdam(rate: float = 0.001, weighting: str | Weighting = "uniform") -> Server:
     """A server with Adam on the mean update."""
-    return Server(weighting, OPTIMIZERS["adam"](rate, fade=fade))  # type: ignore[call-arg]
+    return Server(weighting, OPTIMIZERS["adam"](rate))  # type: ignore[call-arg]
 
 
 @jax.tree_util.register_dataclass
