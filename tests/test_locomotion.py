@@ -105,6 +105,20 @@ def test_observations_and_rewards_are_those_of_plain_mujoco(
     np.testing.assert_array_equal(rollout.obs[0], rollout.obs[1])  # a body does not know its task
 
 
+def test_with_a_tenth_of_the_reach_actions_do_a_tenth() -> None:
+    actions = np.random.default_rng(0).normal(size=(6, 2, 6)).astype(np.float32)
+    keys, tasks = jax.random.split(jax.random.key(0), 1), np.ones(1)
+    whole = NativeSampler(World(), 2, 6).rollout(_Scripted(actions), {}, tasks, keys)
+    tenth = NativeSampler(World(reach=0.1), 2, 6).rollout(_Scripted(10 * actions), {}, tasks, keys)
+    np.testing.assert_allclose(tenth.obs, whole.obs, atol=1e-5)
+    np.testing.assert_allclose(tenth.reward, whole.reward, atol=1e-5)
+    np.testing.assert_allclose(tenth.action, 10 * whole.action, rtol=1e-6)
+    still = NativeSampler(World(reach=0.1), 2, 6).rollout(_Scripted(actions), {}, tasks, keys)
+    assert np.abs(still.reward - whole.reward).max() > 0.01
+    with pytest.raises(atoll.AtollError, match="reach is 0"):
+        atoll.Locomotion(reach=0.0)
+
+
 @pytest.mark.parametrize(
     ("task", "dynamics", "seconds", "height"),
     [

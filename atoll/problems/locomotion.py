@@ -33,6 +33,8 @@ class Locomotion(ProblemSettings):
     """batches a client gathers at a time to train on; algorithms that gather once a round may take 2, FMRL's budget"""
     horizon: int = 200
     """steps of an episode"""
+    reach: float = 1.0
+    """share of the controls' range that an action of 1 takes; the policy's deviation of 1 at first is then as large"""
     speeds: tuple[float, float] | None = None
     """speeds to run at are drawn between these (default: 0 to 2 for the cheetah, 0 to 3 for the ant)"""
     policy: Annotated[str | Policy, tyro.conf.arg(constructor=str, metavar="SPEC")] = "gaussian(widths=(100, 100))"
@@ -52,12 +54,18 @@ class Locomotion(ProblemSettings):
         if self.sampler not in _SAMPLERS:
             raise unknown("sampler", self.sampler, _SAMPLERS)
         check_experience(self.episodes, self.batches, self.horizon)
+        require(0 < self.reach < math.inf, f"reach is {self.reach}; it must be positive (1: the whole range)")
         if self.speeds is not None:
             require(
                 self.task.endswith("vel"),
                 f"speeds is {self.speeds}, but {self.task} has directions; leave it out or choose a -vel task",
             )
             require(self.speeds[0] <= self.speeds[1], f"speeds is {self.speeds}; give the lower one first")
+
+    @property
+    def world(self) -> World:
+        """The body with its dynamics and its kind of task."""
+        return World(self.task, self.dynamics, self.reach)
 
     def config(self) -> dict[str, Any]:
         """Fields as text and numbers."""
@@ -70,7 +78,7 @@ class Locomotion(ProblemSettings):
         """Give every client a task; a pure function of the settings and `seed`."""
         policy = parse_spec("policy", POLICIES, self.policy)
         require(isinstance(policy, Gaussian), f"policy is {self.policy}, but bodies move continuously; use gaussian")
-        world = World(self.task, self.dynamics)
+        world = self.world
         tasks = world.draw_tasks(clients + new_clients, seed)
         if self.speeds is not None:
             low, high = self.speeds
@@ -97,7 +105,7 @@ class Locomotion(ProblemSettings):
 
     def _own_task(self, task: Any) -> float:
         """The number that stands for a direction or a speed."""
-        if World(self.task).directed:
+        if self.world.directed:
             value = _DIRECTIONS.get(task, task) if isinstance(task, str) else task
             require(value in (-1, 1), f"task is {task!r}, but in {self.task} it is forward (1) or backward (-1)")
             return float(value)

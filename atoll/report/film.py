@@ -24,7 +24,7 @@ def film(run: Run, path: Path, steps: int = 1) -> Path:
     problem = run.federation.problem
     if not isinstance(problem, Locomotion):
         raise AtollError(f"only locomotion can be filmed; this run is about {type(problem).__name__.lower()}")
-    world = World(problem.task, problem.dynamics)
+    world = problem.world
     policy = parse_spec("policy", POLICIES, problem.policy)
     tasks = np.asarray(run.problem.tasks)
     panels = [("shared by all", motion(world, policy, run.params))]
@@ -49,7 +49,7 @@ def motion(world: World, policy: Policy, params: Params, seed: int = 0) -> np.nd
         contact, rotation = (data.cfrc_ext, data.xmat[TORSO]) if world.ant else (None, None)
         now = Physics(data.qpos, data.qvel, data.subtree_com[TORSO], None, contact, rotation)
         action, _ = policy.act(params, world.observe(np, now)[None].astype(np.float32), still)
-        data.ctrl[:] = np.clip(action[0], -1, 1)
+        data.ctrl[:] = world.controls(np, action[0])
         mujoco.mj_step(model, data, world.substeps)
         mujoco.mj_forward(model, data)
         rows.append(data.qpos.copy())

@@ -44,6 +44,8 @@ class World:
     """cheetah-dir, cheetah-vel, ant-dir or ant-vel"""
     dynamics: Dynamics = "gym"
     """gym or rllab"""
+    reach: float = 1.0
+    """share of the controls' range that an action of 1 takes"""
 
     @property
     def ant(self) -> bool:
@@ -111,10 +113,14 @@ class World:
         contact = xp.clip(now.contact, -1, 1).reshape(*now.contact.shape[:-2], -1)
         return xp.concatenate([now.qpos, now.qvel, contact, now.rotation, now.com], -1)
 
-    def reward(self, xp: ModuleType, task: Any, action: Any, now: Physics) -> Any:
-        """Reward for a clipped action that led to `now`, given tasks of the leading axes."""
+    def controls(self, xp: ModuleType, action: Any) -> Any:
+        """What an action does to the joints: controls in [-1, 1]."""
+        return xp.clip(self.reach * action, -1, 1)
+
+    def reward(self, xp: ModuleType, task: Any, controls: Any, now: Physics) -> Any:
+        """Reward for controls that led to `now`, given tasks of the leading axes."""
         merit = task * now.speed if self.directed else -xp.abs(now.speed - task)
-        effort = (action**2).sum(-1)
+        effort = (controls**2).sum(-1)
         if not self.ant:
             return merit - 0.05 * effort
         alive = 0.05 if self.directed else 1.05

@@ -76,10 +76,10 @@ class NativeSampler:
             obs = world.observe(np, now).astype(np.float32)
             action, out.log_prob[:, :, t] = policy.act(params, obs, noise[t])
             out.obs[:, :, t], out.action[:, :, t], out.alive[:, :, t] = obs, action, alive
-            clipped = np.clip(action, -1, 1)
-            simulations.step(clipped)
+            controls = world.controls(np, action)
+            simulations.step(controls)
             now = simulations.physics(clients)
-            out.reward[:, :, t] = np.where(alive, world.reward(np, task, clipped, now), 0.0)
+            out.reward[:, :, t] = np.where(alive, world.reward(np, task, controls, now), 0.0)
             if world.ant:
                 alive &= world.upright(np, now)
 
@@ -105,10 +105,10 @@ class _Simulations:
         """Bring everything up to date with positions and velocities that were set."""
         self._batch.forward()
 
-    def step(self, action: np.ndarray) -> None:
-        """Apply actions in [-1, 1], the controls' own range."""
+    def step(self, controls: np.ndarray) -> None:
+        """Apply controls in [-1, 1]."""
         self._before[:] = self.qpos[:, 0]
-        self._ctrl[:] = action.reshape(self._ctrl.shape)
+        self._ctrl[:] = controls.reshape(self._ctrl.shape)
         self._batch.step(nstep=self._world.substeps, stage=int(mujoco.mjtStage.mjSTAGE_VEL))
 
     def physics(self, clients: int) -> Physics:

@@ -53,10 +53,10 @@ class WarpSampler:
             data = jax.vmap(_mjx().forward, (None, 0))(model, data)
         return data
 
-    def _move(self, model: Any, data: Any, action: jax.Array) -> Any:
-        """Apply actions [N, E, A] in [-1, 1], the controls' own range."""
+    def _move(self, model: Any, data: Any, controls: jax.Array) -> Any:
+        """Apply controls [N, E, A] in [-1, 1]."""
         step = jax.vmap(_mjx().step, (None, 0))
-        data = data.replace(ctrl=action.reshape(data.ctrl.shape))
+        data = data.replace(ctrl=controls.reshape(data.ctrl.shape))
         if self.world.substeps == 1:
             data = step(model, data)
         else:
@@ -93,26 +93,27 @@ def _play(
     """All episodes of all clients, from the first step to the last."""
     world, shape = sampler.world, (len(tasks), sampler.episodes)
     moments = jax.vmap(lambda key: jax.random.split(key, 1 + sampler.horizon), out_axes=1)(keys)  # [1 + H, N]
+    # All of it before the first step: in the loop it would be a dozen small kernels a step.
+    noise = jax.vmap(jax.vmap(lambda key: policy.noise(_draws(key), shape[1:], world.actions)))(moments[1:])
 
     def look(data: Any, before: jax.Array) -> Physics:
         now: Physics = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), sampler._look(data, before))
         return now
 
-    def step(carry: tuple[Any, Any, Any], keys: jax.Array) -> tuple[tuple[Any, Any, Any], Rollout]:
+    def step(carry: tuple[Any, Any, Any], noise: Any) -> tuple[tuple[Any, Any, Any], Rollout]:
         data, obs, alive = carry
-        noise = jax.vmap(lambda key: policy.noise(_draws(key), shape[1:], world.actions))(keys)
         action, log_prob = policy.act(params, obs, noise)
-        clipped = jnp.clip(action, -1, 1)
+        controls = world.controls(jnp, action)
         before = data.qpos[:, 0]
-        data = sampler._move(model, data, clipped)
+        data = sampler._move(model, data, controls)
         now = look(data, before)
-        reward = jnp.where(alive, world.reward(jnp, tasks[:, None], clipped, now), 0.0)
+        reward = jnp.where(alive, world.reward(jnp, tasks[:, None], controls, now), 0.0)
         upright = alive & world.upright(jnp, now)
         return (data, world.observe(jnp, now), upright), Rollout(obs, action, log_prob, reward, alive.astype(obs.dtype))
 
     data = sampler._begin(model, data, moments[0])
     obs = world.observe(jnp, look(data, data.qpos[:, 0]))
-    _, played = jax.lax.scan(step, (data, obs, jnp.ones(shape, bool)), moments[1:])
+    _, played = jax.lax.scan(step, (data, obs, jnp.ones(shape, bool)), noise)
     ordered: Rollout = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), played)
     return ordered
 
