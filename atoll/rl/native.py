@@ -103,6 +103,7 @@ class _Simulations:
 
     def begin(self) -> None:
         """Bring everything up to date with positions and velocities that were set."""
+        self._before[:] = self.qpos[:, 0]
         self._batch.forward()
 
     def step(self, controls: np.ndarray) -> None:
