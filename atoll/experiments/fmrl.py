@@ -109,7 +109,7 @@ class Item(Shown):
         if self.scale == "quick":
             problem = dataclasses.replace(problem, dynamics="rllab")
             size: dict[str, Any] = {"clients": 20, "cohort": 10, "rounds": 40, "new_clients": 4}
-            changes = size | {"server": FedAdam(0.001), "evaluation": _evaluation(every=20, clients=10)} | changes
+            changes = size | {"evaluation": _evaluation(every=20, clients=10)} | changes
         else:
             changes = {"new_clients": 40, "evaluation": _evaluation(every=50, clients=20)} | changes
         problem = dataclasses.replace(problem, dynamics=self.dynamics or problem.dynamics)
