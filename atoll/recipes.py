@@ -90,7 +90,7 @@ def _fmrl(task: str, words: str, eta: float, **open_points: Any) -> Recipe:
 
 def _demo() -> Recipe:
     """FMRL small enough for a first look."""
-    full = _fmrl("cheetah-dir", "", 0.001)
+    full = _fmrl("cheetah-dir", "", 0.0005)
     return Recipe(
         "FMRL in two minutes on a laptop: 20 cheetahs that run forwards or backwards",
         dataclasses.replace(
