@@ -93,7 +93,7 @@ def _play(
     """All episodes of all clients, from the first step to the last."""
     world, shape = sampler.world, (len(tasks), sampler.episodes)
     moments = jax.vmap(lambda key: jax.random.split(key, 1 + sampler.horizon), out_axes=1)(keys)  # [1 + H, N]
-    # All of it before the first step: in the loop it would be a dozen small kernels a step.
+    # All of it before the first step: in the loop it would be small kernels in every step.
     noise = jax.vmap(jax.vmap(lambda key: policy.noise(_draws(key), shape[1:], world.actions)))(moments[1:])
 
     def look(data: Any, before: jax.Array) -> Physics:
