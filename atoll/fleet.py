@@ -76,12 +76,15 @@ class Squadron:
         engine, work = self._training
         shared = _joined([staff.taught() for staff in self._staffs])
         learned = yield from engine.train(work, shared, clients, own, round_, self.runs[0].measured)
-        reports = []
-        for staff, rows in zip(self._staffs, self._rows(), strict=True):
-            report = staff.serve(learned if len(self._staffs) == 1 else _row(learned, rows), round_)
-            reports += [_row(report, r) for r in range(len(staff.runs))]
-        own, reports = jax.device_get((learned[0].own, reports))
-        return [run.finish(clients[r], _row(own, r), reports[r]) for r, run in enumerate(self.runs)]
+        reports = [
+            staff.serve(learned if len(self._staffs) == 1 else _row(learned, rows), round_)
+            for staff, rows in zip(self._staffs, self._rows(), strict=True)
+        ]
+        own, reports = jax.device_get((learned[0].own, reports))  # before rows are taken, which costs a device much
+        by_run: list[RoundReport] = []
+        for staff, report in zip(self._staffs, reports, strict=True):
+            by_run += [_row(report, r) for r in range(len(staff.runs))]
+        return [run.finish(clients[r], _row(own, r), by_run[r]) for r, run in enumerate(self.runs)]
 
     def _rows(self) -> list[slice]:
         ends = np.cumsum([len(staff.runs) for staff in self._staffs]).tolist()

@@ -18,7 +18,7 @@ TASKS = np.array([1.0, -1.0])
 
 def played(world, monkeypatch):
     """Experience of random policies, as NumPy arrays."""
-    pytest.importorskip("mujoco.mjx")
+    pytest.importorskip("mujoco_warp")
     pytest.importorskip("warp")
     monkeypatch.setattr(warp, "_need_gpu", lambda: None)
     policy = Gaussian(widths=(8,))
@@ -128,18 +128,17 @@ def test_ants_move_as_mujoco_moves_them_and_count_until_they_fall(monkeypatch):
 
 
 def test_broken_simulations_start_again(monkeypatch):
-    pytest.importorskip("mujoco.mjx")
+    pytest.importorskip("mujoco_warp")
     pytest.importorskip("warp")
     monkeypatch.setattr(warp, "_need_gpu", lambda: None)
-    model, data = warp._simulation(CHEETAH, CLIENTS * EPISODES)
     sampler = warp.WarpSampler(CHEETAH, EPISODES, HORIZON)
     still = jnp.zeros((CLIENTS, EPISODES, CHEETAH.actions))
-    move = jax.jit(lambda data: sampler._move(model, data, still))
-    data = jax.jit(lambda keys: sampler._begin(model, data, keys))(jax.random.split(jax.random.key(0), CLIENTS))
-    broken = move(data.replace(qvel=data.qvel.at[0, 0].set(jnp.nan)))
+    move = jax.jit(lambda state: sampler._move(state, still))
+    state = jax.jit(sampler._begin)(jax.random.split(jax.random.key(0), CLIENTS))
+    broken = move(state._replace(qvel=state.qvel.at[0, 0].set(jnp.nan)))
     assert not broken.qpos[0].any()
     assert not broken.qvel[0].any()
-    np.testing.assert_allclose(broken.qpos[1:], move(data).qpos[1:], atol=1e-5)
+    np.testing.assert_allclose(broken.qpos[1:], move(state).qpos[1:], atol=1e-5)
     qpos, _ = moved(CHEETAH, np.zeros(9), np.zeros(9), np.zeros(6))
     np.testing.assert_allclose(move(broken).qpos[0], qpos, atol=1e-3)
 

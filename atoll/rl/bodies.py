@@ -149,6 +149,8 @@ def _model(ant: bool, dynamics: Dynamics) -> "mujoco.MjModel":
 
     path = Path(gymnasium.__file__).parent / "envs/mujoco/assets" / ("ant.xml" if ant else "half_cheetah.xml")
     spec = mujoco.MjSpec.from_string(path.read_text().replace('settotalmass="14"', ""))
+    for unseen in (*spec.lights, *spec.cameras):
+        spec.delete(unseen)
     spec.add_sensor(
         name="velocity", type=mujoco.mjtSensor.mjSENS_SUBTREELINVEL, objtype=mujoco.mjtObj.mjOBJ_BODY, objname="torso"
     )

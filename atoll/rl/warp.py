@@ -1,15 +1,17 @@
 """Experience from MuJoCo Warp, thousands of simulations at a time on one NVIDIA GPU.
 
-Policy, physics and rewards of all clients and episodes are one compiled program: simulations lie flat for MuJoCo Warp,
-which MJX calls, and as [clients, episodes] for the policies. Single precision throughout.
+Policies and rewards of all clients and episodes are one compiled program, with one call in every step to MuJoCo Warp,
+which replays a recorded graph of its kernels. Simulations lie flat for MuJoCo Warp, and as [clients, episodes] for the
+policies. Single precision throughout.
 """
 
 import copy
 import dataclasses
 import importlib
 import importlib.util
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,21 @@ from .bodies import TORSO, Physics, World
 from .objective import Rollout
 from .policies import Policy
 
-_PACKAGES = {"mujoco.mjx": "mujoco-mjx", "warp": "warp-lang"}
+_PACKAGES = {"mujoco_warp": "mujoco-warp", "warp": "warp-lang"}
 _TOO_LARGE = 1e10  # MuJoCo resets simulations that leave this range, or are no numbers at all
 # Of the solver. MuJoCo in double precision was not seen to need more than 8. In single precision a simulation may
 # never come to rest, and the solver's loop goes on for all of them until it has, or to the limit (MuJoCo's is 100).
 ITERATIONS = 10
 _CAPACITY = 0b1111  # of Warp's warnings, those about too few contacts or constraints
+
+
+class State(NamedTuple):
+    """All of simulations [B] that a step starts from, and the forces of the last one."""
+
+    qpos: jax.Array  # [B, nq]
+    qvel: jax.Array  # [B, nv]
+    warmstart: jax.Array  # [B, nv] where the solver begins its search
+    contact: jax.Array | None  # [B, bodies, 6] external forces; None for the cheetah
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,80 +51,74 @@ class WarpSampler:
 
     def rollout(self, policy: Policy, params: Params, tasks: Any, keys: Any) -> Rollout:
         """Experience [N, E, H, ...] of clients with params [N, ...], tasks [N] and keys [N]."""
-        model, data = _simulation(self.world, len(tasks) * self.episodes)
-        played: Rollout = _play(self, policy, model, data, params, jnp.asarray(tasks, jnp.float32), keys)
+        _simulation(self.world, len(tasks) * self.episodes)  # errors show before anything is compiled
+        played: Rollout = _play(self, policy, params, jnp.asarray(tasks, jnp.float32), keys)
         return played
 
-    def _begin(self, model: Any, data: Any, keys: jax.Array) -> Any:
+    def _begin(self, keys: jax.Array) -> State:
         """Simulations [N * E] at the start of episodes."""
-        first = jax.vmap(lambda key: self.world.first(_draws(key), self.episodes))(keys)
-        qpos, qvel = (x.reshape(-1, x.shape[-1]).astype(jnp.float32) for x in first)
-        data = jax.vmap(lambda qpos, qvel: data.replace(qpos=qpos, qvel=qvel))(qpos, qvel)
-        if self.world.ant:  # whose first observation holds forces
-            data = jax.vmap(_mjx().forward, (None, 0))(model, data)
-        return data
+        world = self.world
+        first = jax.vmap(lambda key: world.first(_draws(key), self.episodes))(keys)
+        qpos, qvel = (jnp.asarray(x, jnp.float32).reshape(-1, x.shape[-1]) for x in first)
+        still = State(qpos, qvel, jnp.zeros_like(qvel), None)
+        if not world.ant:
+            return still
+        # An ant's first observation holds forces; its positions and velocities stay.
+        moved = _simulation(world, len(qpos)).forward(jnp.zeros((len(qpos), world.actions)), still)
+        return still._replace(contact=moved.contact)
 
-    def _move(self, model: Any, data: Any, controls: jax.Array) -> Any:
+    def _move(self, state: State, controls: jax.Array) -> State:
         """Apply controls [N, E, A] in [-1, 1]."""
-        step = jax.vmap(_mjx().step, (None, 0))
-        data = data.replace(ctrl=controls.reshape(data.ctrl.shape))
-        if self.world.substeps == 1:
-            data = step(model, data)
-        else:
-            data = jax.lax.fori_loop(0, self.world.substeps, lambda _, data: step(model, data), data)
+        state = _simulation(self.world, len(state.qpos)).step(controls.reshape(len(state.qpos), -1), state)
         # As MuJoCo does, and Warp does not. One broken simulation would also make the solver's loop, which lasts until
         # all of them have converged, run to its limit for everybody.
-        sound = (jnp.abs(data.qpos) < _TOO_LARGE).all(-1) & (jnp.abs(data.qvel) < _TOO_LARGE).all(-1)
-        return data.replace(
-            qpos=jnp.where(sound[:, None], data.qpos, jnp.asarray(self.world.model.qpos0, jnp.float32)),
-            qvel=jnp.where(sound[:, None], data.qvel, 0.0),
-            qacc_warmstart=jnp.where(sound[:, None], data.qacc_warmstart, 0.0),
+        sound = (jnp.abs(state.qpos) < _TOO_LARGE).all(-1) & (jnp.abs(state.qvel) < _TOO_LARGE).all(-1)
+        return State(
+            jnp.where(sound[:, None], state.qpos, jnp.asarray(self.world.model.qpos0, jnp.float32)),
+            jnp.where(sound[:, None], state.qvel, 0.0),
+            jnp.where(sound[:, None], state.warmstart, 0.0),
+            None if state.contact is None else jnp.nan_to_num(state.contact),  # those of one that broke are no numbers
         )
 
-    def _look(self, data: Any, before: jax.Array) -> Physics:
-        """The state of simulations [B] that were at x = `before` [B]; what follows from it is made anew.
+    def _look(self, state: State, before: jax.Array) -> Physics:
+        """Simulations [B] that were at x = `before` [B]; what follows from positions and velocities is made anew.
 
-        After a step Warp's own centre of mass, velocity and rotation are those of the last evaluation of the dynamics
-        within it: the step's beginning, or the last stage of a Runge-Kutta step. Forces stay so.
+        Forces stay those of the last step's beginning, as with MuJoCo.
         """
-        world, qpos = self.world, data.qpos
-        rates = _rates(world.model, qpos, data.qvel)
-        com, velocity = jax.jvp(partial(_centre, world.model), (qpos,), (rates,))
+        world, qpos = self.world, state.qpos
+        com, velocity = jax.jvp(partial(_centre, world.model), (qpos,), (_rates(world.model, qpos, state.qvel),))
         speed = (qpos[:, 0] - before) / world.seconds if world.dynamics == "gym" else velocity[:, 0]
-        if not world.ant:
-            return Physics(qpos, data.qvel, com, speed, None, None)
-        contact = jnp.nan_to_num(data._impl.cfrc_ext)  # those of a simulation that broke in this step are no numbers
-        return Physics(qpos, data.qvel, com, speed, contact, _matrix(qpos[:, 3:7]))
+        rotation = _matrix(qpos[:, 3:7]) if world.ant else None
+        return Physics(qpos, state.qvel, com, speed, state.contact, rotation)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _play(
-    sampler: WarpSampler, policy: Policy, model: Any, data: Any, params: Params, tasks: jax.Array, keys: jax.Array
-) -> Rollout:
+def _play(sampler: WarpSampler, policy: Policy, params: Params, tasks: jax.Array, keys: jax.Array) -> Rollout:
     """All episodes of all clients, from the first step to the last."""
     world, shape = sampler.world, (len(tasks), sampler.episodes)
     moments = jax.vmap(lambda key: jax.random.split(key, 1 + sampler.horizon), out_axes=1)(keys)  # [1 + H, N]
     # All of it before the first step: in the loop it would be small kernels in every step.
     noise = jax.vmap(jax.vmap(lambda key: policy.noise(_draws(key), shape[1:], world.actions)))(moments[1:])
 
-    def look(data: Any, before: jax.Array) -> Physics:
-        now: Physics = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), sampler._look(data, before))
+    def look(state: State, before: jax.Array) -> Physics:
+        now: Physics = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), sampler._look(state, before))
         return now
 
-    def step(carry: tuple[Any, Any, Any], noise: Any) -> tuple[tuple[Any, Any, Any], Rollout]:
-        data, obs, alive = carry
+    def step(carry: tuple[State, Any, Any], noise: Any) -> tuple[tuple[State, Any, Any], Rollout]:
+        state, obs, alive = carry
         action, log_prob = policy.act(params, obs, noise)
         controls = world.controls(jnp, action)
-        before = data.qpos[:, 0]
-        data = sampler._move(model, data, controls)
-        now = look(data, before)
+        before = state.qpos[:, 0]
+        state = sampler._move(state, controls)
+        now = look(state, before)
         reward = jnp.where(alive, world.reward(jnp, tasks[:, None], controls, now), 0.0)
         upright = alive & world.upright(jnp, now)
-        return (data, world.observe(jnp, now), upright), Rollout(obs, action, log_prob, reward, alive.astype(obs.dtype))
+        played = Rollout(obs, action, log_prob, reward, alive.astype(obs.dtype))
+        return (state, world.observe(jnp, now), upright), played
 
-    data = sampler._begin(model, data, moments[0])
-    obs = world.observe(jnp, look(data, data.qpos[:, 0]))
-    _, played = jax.lax.scan(step, (data, obs, jnp.ones(shape, bool)), noise)
+    state = sampler._begin(moments[0])
+    obs = world.observe(jnp, look(state, state.qpos[:, 0]))
+    _, played = jax.lax.scan(step, (state, obs, jnp.ones(shape, bool)), noise)
     ordered: Rollout = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), played)
     return ordered
 
@@ -144,8 +149,8 @@ def _draws(key: jax.Array) -> Any:
     return _Draws(key)
 
 
-def _mjx() -> Any:
-    """MJX; it is no part of a plain installation."""
+def _warp() -> tuple[Any, Any]:
+    """Warp, and MuJoCo for it; they are no part of a plain installation."""
     missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise AtollError(
@@ -154,7 +159,7 @@ def _mjx() -> Any:
         )
     warp = importlib.import_module("warp")
     warp.config.log_level = warp.LOG_WARNING  # it reports every kernel that it compiles
-    return importlib.import_module("mujoco.mjx")
+    return warp, importlib.import_module("mujoco_warp")
 
 
 def _need_gpu() -> None:
@@ -165,21 +170,78 @@ def _need_gpu() -> None:
         )
 
 
+class Simulation(NamedTuple):
+    """What can be done with simulations of one world, inside of compiled programs."""
+
+    step: Callable[[jax.Array, State], State]  # with controls [B, A], all substeps
+    forward: Callable[[jax.Array, State], State]  # only find the forces
+
+
 @lru_cache(maxsize=8)
-def _simulation(world: World, count: int) -> tuple[Any, Any]:
-    """MJX's model, and data of one simulation with room for the contacts of `count`."""
-    mjx = _mjx()
+def _simulation(world: World, count: int) -> Simulation:
+    """MuJoCo Warp with its own memory for `count` simulations; a program hands over a state and gets the next."""
+    warp, mjw = _warp()
     _need_gpu()
     contacts, constraints = _most(world.model)
     limited = copy.copy(world.model)
     limited.opt.iterations = ITERATIONS
-    with jax.ensure_compile_time_eval():  # what is kept must be arrays also where a caller is being traced
-        model = mjx.put_model(limited, impl="warp")
+    cuda = jax.default_backend() == "gpu"
+    with warp.ScopedDevice("cuda:0" if cuda else "cpu"):
+        model = mjw.put_model(limited)
         # Reaching the limit of iterations is no news in single precision, and every simulation would print it.
-        model = model.tree_replace({"opt._impl.warn_overflow": _CAPACITY})
+        model.opt.warn_overflow = _CAPACITY
         # Contacts are counted over all simulations, constraints in each.
-        data = mjx.make_data(limited, impl="warp", naconmax=count * contacts, njmax=constraints)
-    return model, data
+        memory = mjw.make_data(limited, nworld=count, naconmax=count * contacts, njmax=constraints)
+    sensing = model.opt.disableflags
+    numb = sensing | int(mujoco.mjtDisableBit.mjDSBL_SENSOR)
+
+    def steps(data: Any) -> None:
+        for left in reversed(range(world.substeps)):
+            # Sensors are there for the forces; only those of the last step are wanted.
+            model.opt.disableflags = sensing if world.ant and left == 0 else numb
+            mjw.step(model, data)
+
+    def forward(data: Any) -> None:
+        model.opt.disableflags = sensing
+        mjw.forward(model, data)
+
+    return Simulation(*(_called(world, count, memory, work, cuda) for work in (steps, forward)))
+
+
+def _called(
+    world: World, count: int, memory: Any, work: Callable[[Any], None], cuda: bool
+) -> Callable[[jax.Array, State], State]:
+    """`work` on MuJoCo Warp's data as a function of compiled programs."""
+    warp, _ = _warp()
+    matrix, forces = warp.array2d(dtype=float), warp.array2d(dtype=warp.spatial_vector)
+
+    def cheetahs(controls: matrix, qpos: matrix, qvel: matrix, warmstart: matrix) -> None:  # type: ignore[valid-type]
+        work(dataclasses.replace(memory, ctrl=controls, qpos=qpos, qvel=qvel, qacc_warmstart=warmstart))
+
+    def ants(
+        controls: matrix,  # type: ignore[valid-type]
+        qpos: matrix,  # type: ignore[valid-type]
+        qvel: matrix,  # type: ignore[valid-type]
+        warmstart: matrix,  # type: ignore[valid-type]
+        contact: forces,  # type: ignore[valid-type]
+    ) -> None:
+        state = {"qpos": qpos, "qvel": qvel, "qacc_warmstart": warmstart, "cfrc_ext": contact}
+        work(dataclasses.replace(memory, ctrl=controls, **state))
+
+    call = warp.jax_callable(
+        ants if world.ant else cheetahs,
+        num_outputs=4 if world.ant else 3,
+        # Kernels are recorded once, with memory of their own, and replayed; on a CPU, for tests, nothing is recorded.
+        graph_mode=warp.JaxCallableGraphMode.WARP_STAGED if cuda else warp.JaxCallableGraphMode.NONE,
+        output_dims={"contact": (count, world.model.nbody)} if world.ant else None,
+        in_out_argnames=["qpos", "qvel", "warmstart"],
+    )
+
+    def function(controls: jax.Array, state: State) -> State:
+        found = call(controls, state.qpos, state.qvel, state.warmstart)
+        return State(*found, *() if world.ant else (None,))
+
+    return function
 
 
 def _most(model: mujoco.MjModel) -> tuple[int, int]:
@@ -196,8 +258,7 @@ def _centre(model: mujoco.MjModel, qpos: jax.Array) -> jax.Array:
     """Centre of mass [..., 3] of one tree of bodies whose limbs turn on hinges at the origins of their frames.
 
     It is the torso's place and, of every body, an arm that turns with it: the body's own centre of mass and the origins
-    of what hangs on it, by their share of the mass. Number by number, so that XLA fuses it into few kernels: MJX's own
-    `kinematics` and `com_pos` are calls out of the program and back through Python, and `forward` is almost a step.
+    of what hangs on it, by their share of the mass. Number by number, so that XLA fuses it into few kernels.
     """
     arms = model.body_mass[:, None] * model.body_ipos
     for body in range(model.nbody - 1, TORSO, -1):
@@ -222,7 +283,9 @@ def _centre(model: mujoco.MjModel, qpos: jax.Array) -> jax.Array:
         turns[body] = turn
         if model.body_jntnum[body]:
             total = _shifted(total, _turned(turn, arms[body]))
-    return jnp.stack(_shifted(here, total, 1 / float(model.body_subtreemass[TORSO])), -1)
+    # Else XLA would compute all of it anew for every number of an observation.
+    centre = jax.lax.optimization_barrier(_shifted(here, total, 1 / float(model.body_subtreemass[TORSO])))
+    return jnp.stack(centre, -1)
 
 
 def _rates(model: mujoco.MjModel, qpos: jax.Array, qvel: jax.Array) -> jax.Array:
