@@ -54,16 +54,6 @@ def test_adam_starts_with_its_rate() -> None:
     np.testing.assert_allclose(state.params["w"], 0.001, rtol=1e-3)
 
 
-def test_adam_can_fade_to_a_tenth_of_its_rate() -> None:
-    rule = Server(optimizer="adam(0.001, fade=2)").build()
-    state, sizes = rule.init(PARAMS, 1), []
-    for _ in range(4):
-        after, _ = rule.step(state, _updates(2.0), _reports([True], [1]))  # equal updates: a step as long as the rate
-        sizes.append(float(after.params["w"][0] - state.params["w"][0]))
-        state = after
-    np.testing.assert_allclose(sizes, [0.001, 0.00055, 0.0001, 0.0001], rtol=1e-3)
-
-
 def test_uploads_are_sorted_into_those_that_count_and_those_refused() -> None:
     good = {"w": np.ones(3, np.float32), "b": np.float32(1)}
     uploads = {
@@ -95,7 +85,6 @@ def test_a_client_is_finite_only_if_all_of_it_is() -> None:
         (Server("uniformly"), "did you mean 'uniform'"),
         (Server(optimizer="adm"), "did you mean 'adam'"),
         (Server(optimizer="adam(rate=-1)"), "rate is -1"),
-        (Server(optimizer="adam(fade=-1)"), "fade is -1"),
         (Server(optimizer="adam(speed=1)"), "write adam\\(rate=0.001"),
         (Server(optimizer="adam(0.1"), "closing bracket"),
         (Server(optimizer="momentum(1.0, 1.5)"), "momentum is 1.5"),

@@ -59,26 +59,20 @@ class Momentum(Optimizer):
 
 @settings
 class Adam(Optimizer):
-    """Adam with bias correction; over the first `fade` rounds, if any, the rate falls evenly to a tenth."""
+    """Adam with bias correction."""
 
     rate: float = 0.001
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    fade: int = 0
 
     def __post_init__(self) -> None:
         _check(self.rate, b1=self.b1, b2=self.b2)
         check_positive(eps=self.eps)
-        check_not_negative(fade=self.fade)
 
     def transform(self) -> optax.GradientTransformation:
         """optax.adam."""
-
-        def faded(rounds: jax.Array) -> jax.Array:
-            return self.rate * (1 - 0.9 * jnp.minimum(rounds / self.fade, 1.0))
-
-        return optax.adam(faded if self.fade else self.rate, self.b1, self.b2, self.eps)
+        return optax.adam(self.rate, self.b1, self.b2, self.eps)
 
 
 @settings
