@@ -23,7 +23,7 @@ Conv = Callable[..., jax.Array]
 
 
 def rows(x: jax.Array, w: jax.Array, b: jax.Array | None = None, padding: str = "VALID") -> jax.Array:
-    """As `models.conv`, unpadded; a fifth of its patches are ever in memory."""
+    """As `models.conv`, unpadded, with as many times fewer patches in memory as a filter has rows."""
     assert b is None
     assert padding == "VALID"
     height, width, cin, cout = w.shape

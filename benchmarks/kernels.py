@@ -46,8 +46,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             fleet.step()
-        [path] = Path(folder).rglob("*.trace.json.gz")
-        show(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"], options.rows)
+        files = Path(folder).rglob("*.trace.json.gz")
+        show([e for f in files for e in json.loads(gzip.decompress(f.read_bytes()))["traceEvents"]], options.rows)
 
 
 def show(events: list[dict[str, Any]], rows: int) -> None:
@@ -57,8 +57,10 @@ def show(events: list[dict[str, Any]], rows: int) -> None:
     kernels = [
         (e["ts"], e["dur"], e["name"])
         for e in events
-        if e.get("ph") == "X" and "GPU" in names[e["pid"]] and "Stream" in threads.get((e["pid"], e["tid"]), "")
+        if e.get("ph") == "X" and "GPU" in names.get(e["pid"], "") and "Stream" in threads.get((e["pid"], e["tid"]), "")
     ]
+    if not kernels:
+        raise SystemExit("the trace holds no kernels; is CUPTI, which JAX's profiler needs, installed?")
     busy, end = 0.0, 0.0
     for begin, lasted, _ in sorted(kernels):
         busy += max(0.0, begin + lasted - max(begin, end))

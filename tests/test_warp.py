@@ -102,24 +102,28 @@ def test_cheetahs_move_as_mujoco_moves_them(monkeypatch):
         np.testing.assert_allclose(rollout.reward[client, episode, t], reward, atol=1e-2)
 
 
-def test_ants_move_as_mujoco_moves_them_and_count_until_they_fall(monkeypatch):
+@pytest.mark.parametrize("dynamics", ["gym", "rllab"])
+def test_ants_move_as_mujoco_moves_them_and_count_until_they_fall(dynamics, monkeypatch):
     # Nothing falls within a few steps: let an ant be down when it moves to the right.
     monkeypatch.setattr(World, "upright", lambda self, xp, now: now.qvel[..., 0] < 0)
-    rollout = played(ANT, monkeypatch)
+    ant = World("ant-dir", dynamics)
+    rollout = played(ant, monkeypatch)
     assert 0 < rollout.alive[:, :, 1:].mean() < 1
     for client, episode in np.ndindex(CLIENTS, EPISODES):
         obs, actions, _, reward, alive = (leaf[client, episode] for leaf in rollout)
         upright = 1.0
         for t in range(HORIZON):
-            now = forwarded(ANT, obs[t, :15], obs[t, 15:29])
+            now = forwarded(ant, obs[t, :15], obs[t, 15:29])
             np.testing.assert_allclose(obs[t, 113:], np.r_[now.xmat[TORSO], now.subtree_com[TORSO]], atol=1e-5)
             if t == 0:
                 np.testing.assert_allclose(obs[t, 29:113], np.clip(now.cfrc_ext, -1, 1).ravel(), atol=1e-2)
             else:
                 # Loosely: Warp turns the pyramid of friction of a limb that stands upright another way.
-                qpos, _ = moved(ANT, obs[t - 1, :15], obs[t - 1, 15:29], actions[t - 1])
-                np.testing.assert_allclose(obs[t, :15], qpos, atol=1e-2)
-                merit = TASKS[client] * now.sensor("velocity").data[0] + 0.05
+                qpos, _ = moved(ant, obs[t - 1, :15], obs[t - 1, 15:29], actions[t - 1])
+                np.testing.assert_allclose(obs[t, :15], qpos, atol=1e-2 * ant.substeps)
+                moving = (obs[t, 0] - obs[t - 1, 0]) / ant.seconds
+                speed = moving if dynamics == "gym" else now.sensor("velocity").data[0]
+                merit = TASKS[client] * speed + 0.05
                 effort = 0.005 * (np.clip(actions[t - 1], -1, 1) ** 2).sum()
                 force = 0.0005 * (obs[t, 29:113] ** 2).sum()
                 np.testing.assert_allclose(reward[t - 1], upright * (merit - effort - force), atol=1e-4)

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -177,7 +177,7 @@ class Simulation(NamedTuple):
     forward: Callable[[jax.Array, State], State]  # only find the forces
 
 
-@lru_cache(maxsize=8)
+@cache  # Warp keeps every function that it was given, and so its memory, for good: forgetting one would gain nothing
 def _simulation(world: World, count: int) -> Simulation:
     """MuJoCo Warp with its own memory for `count` simulations; a program hands over a state and gets the next."""
     warp, mjw = _warp()
