@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from atoll.machine import full_precision
+from atoll.algorithms.base import descend
+from atoll.engines.local import LocalEngine
 from atoll.problems import models
 
 BATCH, CLASSES = 10, 10
@@ -51,17 +52,16 @@ def main() -> None:
     for way in options.ways:
         if way not in WAYS:
             parser.error(f"unknown way '{way}'; choose from {', '.join(WAYS)}")
-    on_cpu = jax.default_backend() == "cpu"
-    if not on_cpu:
-        full_precision()
+    if min(options.clients, options.steps) < 1:
+        parser.error(f"clients is {options.clients}, steps {options.steps}; both must be at least 1")
     print(jax.devices()[0].device_kind, f"{options.clients} clients, batches of {BATCH}", flush=True)
     for way in options.ways or WAYS:
         models.conv = WAYS[way]
-        compiled, rate = speed(options.clients, options.steps, on_cpu)
+        compiled, rate = speed(options.clients, options.steps)
         print(f"{way}: {rate:,.0f} images/s; {compiled:.1f} s to compile", flush=True)
 
 
-def speed(clients: int, steps: int, on_cpu: bool) -> tuple[float, float]:
+def speed(clients: int, steps: int) -> tuple[float, float]:
     """Seconds of compilation, and images a second."""
     model = models.Cnn()
     keys = jax.random.split(jax.random.key(0), clients)
@@ -76,11 +76,11 @@ def speed(clients: int, steps: int, on_cpu: bool) -> tuple[float, float]:
             def loss(params: models.Params) -> jax.Array:
                 return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x, key), y).mean()
 
-            return jax.tree.map(lambda p, g: p - 0.01 * g, params, jax.grad(loss)(params)), None
+            return descend(params, jax.grad(loss)(params), 0.01), None
 
         return jax.lax.scan(step, params, (x, y, jax.random.split(key, steps)))[0]
 
-    everyone = jax.jit((lambda *a: jax.lax.map(lambda one: client(*one), a)) if on_cpu else jax.vmap(client))
+    everyone = jax.jit(LocalEngine.of(jax.devices()[:1]).each(client))
     start = time.perf_counter()
     jax.block_until_ready(everyone(params, x, y, keys))
     compiled = time.perf_counter() - start

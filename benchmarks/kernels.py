@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from atoll.errors import AtollError
 from atoll.fleet import Fleet
 from atoll.problems import Locomotion
 from atoll.recipes import recipe
@@ -29,9 +30,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, help="of the federation (default: the recipe's)")
     parser.add_argument("--rows", type=int, default=30, help="kernels to show")
     options = parser.parse_args()
+    if min(options.runs, options.rows) < 1 or (options.clients is not None and options.clients < 1):
+        parser.error(f"runs is {options.runs}, clients {options.clients}, rows {options.rows}; all must be at least 1")
     if jax.default_backend() != "gpu":
         parser.error(f"kernels are those of a GPU, and JAX found {jax.default_backend()} only")
-    first = recipe(options.recipe).federation
+    try:
+        first = recipe(options.recipe).federation
+    except AtollError as error:
+        parser.error(str(error))
     if isinstance(first.problem, Locomotion):
         first = dataclasses.replace(first, problem=dataclasses.replace(first.problem, sampler="warp"))
     if options.clients:

@@ -143,7 +143,7 @@ class World:
 
 @cache
 def _model(ant: bool, dynamics: Dynamics) -> "mujoco.MjModel":
-    """Gymnasium's model with a sensor for the velocity of the centre of mass, and one that makes forces known."""
+    """Gymnasium's model, unlit, with sensors: the velocity of the centre of mass, and one that makes forces known."""
     import gymnasium  # only its models are needed, and importing it takes a while
     import mujoco  # so that other problems do without
 
