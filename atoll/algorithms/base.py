@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import require
+from ..loops import count_loop
 from ..problems.base import Batch, Data, Params, Problem, Purpose
 
 Each = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -137,7 +138,7 @@ def local_steps(
         params, loss = step(t, params)
         return params, losses + loss
 
-    params, losses = jax.lax.fori_loop(0, total, body, (start, jnp.zeros(())))
+    params, losses = count_loop(total, body, (start, jnp.zeros(())))
     return params, losses / total
 
 

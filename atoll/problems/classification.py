@@ -10,6 +10,7 @@ import numpy as np
 import tyro
 
 from ..errors import AtollError, require, unknown
+from ..loops import count_loop
 from ..settings import parse_spec, spec
 from ..shuffle import shuffled
 from .base import Own, Params, ProblemSettings, Purpose
@@ -157,7 +158,7 @@ class ClassificationProblem:
             return sums[0] + jnp.sum(hits), sums[1] + jnp.sum(losses)
 
         chunks = (data.size + _SCORE_CHUNK - 1) // _SCORE_CHUNK
-        hits, losses = jax.lax.fori_loop(0, chunks, add, (jnp.zeros(()), jnp.zeros(())))
+        hits, losses = count_loop(chunks, add, (jnp.zeros(()), jnp.zeros(())))
         return {"accuracy": hits / data.size, "loss": losses / data.size}
 
     def whole_test(self) -> Shard:

@@ -42,7 +42,8 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
     `padding` is "VALID" (none) or "SAME" (zeros). Written as patches x matrix because `lax.conv` inside scan, map or
     vmap is more than ten times slower on a CPU. Views are stacked along the width and then along the height: as fast
     as all h * w at once and half the time to compile. A gather would do too, but its gradient is a scatter, whose sums
-    on a GPU come in any order.
+    on a GPU come in any order. The barrier keeps a GPU from making what comes before once per patch, and the sum over
+    patches, in the gradient, once per use.
     """
     height, width, cin, cout = w.shape
     if padding == "SAME":
@@ -50,6 +51,7 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
     elif padding != "VALID":
         raise errors.unknown("padding", padding, ("SAME", "VALID"))
     rows, cols = x.shape[1] - height + 1, x.shape[2] - width + 1
+    x = jax.lax.optimization_barrier(x)
     x = jnp.stack([x[:, :, j : j + cols] for j in range(width)], axis=3)
     x = jnp.stack([x[:, i : i + rows] for i in range(height)], axis=3)
     y = x.reshape(-1, height * width * cin) @ w.reshape(-1, cout)
