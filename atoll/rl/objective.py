@@ -76,9 +76,18 @@ class LinearBaseline:
         gram = jnp.matmul(x.T, x, precision=highest) / count
         # Eigenvalues of a rounded matrix are off by as much as its trace times epsilon: an ant's would be negative.
         ridge = self.ridge + 8 * float(np.finfo(gram.dtype).eps) * jnp.trace(gram)
-        gram += ridge * jnp.eye(x.shape[1])
         moment = jnp.matmul(x.T, y, precision=highest) / count
-        solution = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(gram), moment)
+
+        def solve(ridge: jax.Array) -> tuple[jax.Array, jax.Array]:
+            factor = jax.scipy.linalg.cho_factor(gram + ridge * jnp.eye(x.shape[1]))
+            return ridge, jax.scipy.linalg.cho_solve(factor, moment)
+
+        # A GPU adds thousands of steps up one by one, and may be off by more; then, as in MAML's program, once again.
+        _, solution = jax.lax.while_loop(
+            lambda tried: (tried[0] < 1) & ~jnp.isfinite(tried[1]).all(),
+            lambda tried: solve(10 * tried[0]),
+            solve(ridge),
+        )
         return jnp.matmul(x, solution, precision=highest).reshape(returns.shape) + middle
 
 
