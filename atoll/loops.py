@@ -4,12 +4,12 @@ A `fori_loop` mapped over clients side by side goes on until the longest is done
 what they computed, and every turn ends with a choice between old and new for all they carry. `count_loop` is the same
 loop, mapped in another way: clients queue for lanes, the longest first, and a lane goes from client to client. All
 lanes take as many turns at once as the first of them to be done still needs, and nothing has to be chosen. The work is
-that of the clients' turns, but for lanes that stay empty at the end. However many axes are mapped (clients, runs of a
-fleet), there is one set of lanes.
+that of the clients' turns, but for lanes that stay empty at the end, of which there are soon fewer. However many axes
+are mapped (clients, runs of a fleet), there is one set of lanes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,19 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-_LANE_BYTES = (
-    160 << 20
-)  # what clients in lanes may hold together: with more a GPU is hardly faster (docs/benchmarks.md)
+_LANE_BYTES = 192 << 20  # held by all clients in lanes: with more a GPU is hardly faster (docs/benchmarks.md)
 _FEWEST_LANES = 16  # however much they hold
 
 Arrays = list[jax.Array]
 Turn = Callable[[jax.Array, Arrays, Arrays], Arrays]
+
+
+class _State(NamedTuple):
+    place: jax.Array  # [lanes] of a lane's client in the queue; beyond its end: none
+    taken: jax.Array  # [lanes] turns
+    carry: Arrays  # [lanes, ...]
+    results: Arrays  # [C, ...]
+    waiting: jax.Array  # place of the first client that has not begun
 
 
 def count_loop(total: jax.Array | int, body: Callable[[jax.Array, Any], Any], start: Any) -> Any:
@@ -67,10 +73,7 @@ def _lanes(turn: Turn, carry_sharing: list[int], constant_sharing: list[int]) ->
     def loops(total: jax.Array, start: Arrays, constants: Arrays) -> Arrays:
         clients = len(total)
         held = sum(leaf.nbytes // len(leaf) for leaf, n in zip(constants, constant_sharing, strict=True) if n)
-        held += sum(
-            leaf.nbytes // len(leaf) if n else leaf.nbytes for leaf, n in zip(start, carry_sharing, strict=True)
-        )
-        lanes = _number(clients, held)
+        held += sum(leaf.nbytes // (len(leaf) if n else 1) for leaf, n in zip(start, carry_sharing, strict=True))
         queue = jnp.argsort(total, descending=True)
 
         def of(client: jax.Array, arrays: Arrays, sharing: list[int]) -> Arrays:
@@ -83,17 +86,16 @@ def _lanes(turn: Turn, carry_sharing: list[int], constant_sharing: list[int]) ->
                 for leaf, n in zip(mine, carry_sharing, strict=True)
             ]
 
-        def go_on(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        def go_on(state: _State) -> _State:
             place, taken, carry, results, waiting = state
-            busy = place < clients
-            client = queue[jnp.minimum(place, clients - 1)]
+            busy, client = place < clients, queue[jnp.minimum(place, clients - 1)]
             turns = jnp.min(jnp.where(busy, total[client] - taken, np.iinfo(np.int32).max))
             mine = of(client, constants, constant_sharing)
             mapped = jax.vmap(turn, (0, 0, [0 if n else None for n in constant_sharing]))
             carry = jax.lax.fori_loop(0, turns, lambda now, carry: mapped(taken + now, carry, mine), carry)
             taken = taken + turns
             done = busy & (taken >= total[client])
-            row = jnp.where(done, client, clients + jnp.arange(lanes))  # beyond the last row: dropped
+            row = jnp.where(done, client, clients + jnp.arange(len(place)))  # beyond the last row: dropped
             results = [
                 leaf.at[row].set(new, mode="drop", unique_indices=True)
                 for leaf, new in zip(results, carry, strict=True)
@@ -104,18 +106,22 @@ def _lanes(turn: Turn, carry_sharing: list[int], constant_sharing: list[int]) ->
                 jnp.where(done.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
                 for old, new in zip(carry, fresh, strict=True)
             ]
-            return place, jnp.where(done, 0, taken), carry, results, waiting + jnp.sum(done)
+            return _State(place, jnp.where(done, 0, taken), carry, results, waiting + jnp.sum(done))
 
+        lanes = _number(clients, held)
         first = jnp.arange(lanes)
-        state = (
-            first,
-            jnp.zeros(lanes, jnp.int32),
-            begun(queue[:lanes]),
-            begun(jnp.arange(clients)),
-            jnp.asarray(lanes),
-        )
-        results: Arrays = jax.lax.while_loop(lambda state: jnp.any(state[0] < clients), go_on, state)[3]
-        return results
+        results, waiting = begun(jnp.arange(clients)), jnp.asarray(lanes)
+        state = _State(first, jnp.zeros(lanes, jnp.int32), begun(queue[first]), results, waiting)
+        for fewer in (lanes // 4, 0) if lanes >= 32 else (0,):  # the last clients do with fewer lanes
+
+            def crowded(state: _State, fewer: int = fewer) -> jax.Array:
+                return jnp.sum(state.place < clients) > fewer
+
+            state = jax.lax.while_loop(crowded, go_on, state)
+            left = jnp.argsort(state.place)[:fewer]
+            carry = [leaf[left] for leaf in state.carry]
+            state = state._replace(place=state.place[left], taken=state.taken[left], carry=carry)
+        return state.results
 
     @loops.def_vmap
     def _(

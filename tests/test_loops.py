@@ -26,7 +26,7 @@ def several(loop: Any, total: jax.Array, by_run: jax.Array, by_client: jax.Array
     return jax.jit(jax.vmap(jax.vmap(client, (0, None, 0))))(total, by_run, by_client)
 
 
-@pytest.fixture(params=[2, 7, 100])
+@pytest.fixture(params=[2, 7, 100], ids=str)
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(loops, "_LANE_BYTES", 1)
     monkeypatch.setattr(loops, "_FEWEST_LANES", request.param)
@@ -45,21 +45,33 @@ def test_clients_in_lanes_come_to_what_each_comes_to_alone(lanes: int) -> None:
     np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
-def test_work_is_that_of_the_clients_and_not_of_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lanes", "total", "expected"),
+    [
+        (2, [1, 12, 2, 3, 2, 4], [2] * 12),  # side by side they would be 6 x 12
+        (32, [2] * 27 + [40, 50, 60, 70, 3], [32] * 2 + [8] * 68),  # the last ones do with fewer lanes
+    ],
+)
+def test_work_is_that_of_the_clients_and_not_of_the_longest(
+    lanes: int, total: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loops, "_LANE_BYTES", 1)
-    monkeypatch.setattr(loops, "_FEWEST_LANES", 2)
+    monkeypatch.setattr(loops, "_FEWEST_LANES", lanes)
     computed = []
+
+    def count(carry: np.ndarray) -> np.ndarray:
+        computed.append(carry.size)
+        return carry + 1
 
     def client(total: jax.Array) -> jax.Array:
         def body(turn: jax.Array, carry: jax.Array) -> jax.Array:
-            return jax.pure_callback(
-                lambda now: computed.append(now.size) or now, carry, carry, vmap_method="expand_dims"
-            )
+            return jax.pure_callback(count, carry, carry, vmap_method="expand_dims")
 
         return count_loop(total, body, jnp.zeros(()))
 
-    jax.block_until_ready(jax.jit(jax.vmap(client))(jnp.asarray([1, 12, 2, 3, 2, 4], jnp.int32)))
-    assert computed == [2] * 12  # twelve turns of two lanes for 24; side by side they would be 6 x 12
+    found = jax.jit(jax.vmap(client))(jnp.asarray(total, jnp.int32))
+    np.testing.assert_array_equal(found, total)
+    assert computed == expected
 
 
 def test_equally_long_loops_need_no_lanes() -> None:
@@ -70,7 +82,7 @@ def test_equally_long_loops_need_no_lanes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clients", "held", "expected"), [(80, 0, 80), (80, 1 << 40, 16), (240, 2_600_000, 60), (5, 9, 5)]
+    ("clients", "held", "expected"), [(80, 0, 80), (80, 1 << 40, 16), (240, 2_900_000, 60), (5, 9, 5)]
 )
 def test_lanes_are_filled_evenly(clients: int, held: int, expected: int) -> None:
     assert loops._number(clients, held) == expected

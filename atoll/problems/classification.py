@@ -19,7 +19,7 @@ from .models import MODELS, Model
 from .partition import PARTITIONS, Partition
 
 _SCORE_CHUNK = 64  # samples scored at a time: bounds memory, and wastes little on small clients
-_ORDER_STEP = 1 << 15  # lengths of index lists are multiples of it
+_ORDER_STEP = 1 << 17  # lengths of index lists are multiples of it
 _NEW_CLIENTS = 31  # names the random numbers that choose them, apart from the partition's own
 Scaling = Literal["unit", "standard", "none"]
 
