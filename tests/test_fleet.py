@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import atoll
+from atoll import loops
 from atoll.errors import AtollError
 from atoll.fleet import Fleet
 
@@ -106,3 +107,23 @@ def test_runs_that_do_not_fit_together_are_refused() -> None:
         Fleet([BOWLS.start(), dataclasses.replace(BOWLS, cohort=3).start()])
     with pytest.raises(AtollError, match="at least 1 run"):
         Fleet([])
+
+
+def test_clients_of_all_sizes_and_runs_share_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: three lanes for eight clients of two runs, of 60 to 1,049 samples, and again for their losses."""
+    problem = atoll.Classification("glyphs", "dirichlet(0.3)", "mlp((16,))", batch=8)
+    first = atoll.Federation(problem, atoll.FedAvg(epochs=1), clients=60, cohort=4, rounds=2, measure=True)
+    federations = [dataclasses.replace(first, seed=seed) for seed in (0, 1)]
+    monkeypatch.setattr(loops, "_LANE_BYTES", 1)
+    monkeypatch.setattr(loops, "_FEWEST_LANES", 3)
+    engine = atoll.LocalEngine.of(jax.local_devices()[:1], vectorised=True)
+    fleet = Fleet([f.start(engine=engine) for f in federations])
+    fleet.advance()
+    for federation, run in zip(federations, fleet.runs, strict=True):
+        alone = federation.run()
+        for a, b in zip(jax.tree.leaves(alone.params), jax.tree.leaves(run.params), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        for name in ("losses", "losses_after"):
+            expected, found = ([r[name] for r in of.history if name in r] for of in (alone, run))
+            np.testing.assert_allclose(found, expected, rtol=1e-4)
+            assert np.shape(found) == (2, 4)
