@@ -25,7 +25,6 @@ from .engines.local import (
     complete,
     draw_cohort,
     init_params,
-    score_shared,
 )
 from .errors import require
 from .problems import PROBLEMS
@@ -311,7 +310,8 @@ class Run:
 
     def evaluate(self) -> Record:
         """Mean scores of training clients and of new ones, before adapting and after each adaptation step."""
-        return self.scored({group: self.score(members) for group, members in self.groups().items()})
+        scores = {group: self.score(members) for group, members in self.groups().items()}
+        return self.scored(scores, self.shared_scores())
 
     def groups(self) -> dict[str, np.ndarray]:
         """The clients that evaluations score: those that train, and new ones."""
@@ -319,8 +319,11 @@ class Run:
         members = {"seen": np.arange(f.clients), "new": np.arange(f.clients, f.clients + f.new_clients)}
         return {group: ids[:: -(-len(ids) // f.evaluation.clients)] for group, ids in members.items() if len(ids)}
 
-    def scored(self, scores: dict[str, dict[str, np.ndarray]]) -> Record:
-        """The record of scores [C, steps + 1] by group and name; clients whose scores are not finite are left out."""
+    def scored(self, scores: dict[str, dict[str, np.ndarray]], shared: dict[str, Any]) -> Record:
+        """The record of scores [C, steps + 1] by group and name, and of the `shared` model's.
+
+        Clients whose scores are not finite are left out.
+        """
         fairness: Record = {}
         record: Record = {"round": self.round, "evaluation": {}, "fairness": fairness}
         by_client: Record = {"round": self.round}
@@ -335,7 +338,6 @@ class Run:
             record["evaluation"][group] = {name: _numbers(mean) for name, mean in means.items()}
             fairness[group] = _fairness({name: table[sound] for name, table in tables.items()})
             by_client[group] = {"clients": members.tolist()} | {n: _numbers(t) for n, t in tables.items()}
-        shared = self.shared_scores()
         if shared:
             record["evaluation"]["shared"] = {name: _number(value) for name, value in shared.items()}
         if isinstance(self.rule.privacy, Central | Local):
@@ -347,8 +349,7 @@ class Run:
 
     def shared_scores(self) -> dict[str, Any]:
         """Scores of the shared model on the test samples of all clients; none where there are no such samples."""
-        whole = hasattr(self.problem, "whole_test")
-        return score_shared(self.problem, self.engine.place(self.params)) if whole else {}
+        return self.engine.score_shared(self.scoring, self.params)
 
     def score(self, clients: np.ndarray, steps: int | None = None, rate: float | None = None) -> dict[str, np.ndarray]:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""

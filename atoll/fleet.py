@@ -96,7 +96,9 @@ class Squadron:
         scores = {}
         for group, members in self.runs[0].groups().items():
             scores[group] = yield from self.score(members)
-        return [run.scored(_row(scores, r)) for r, run in enumerate(self.runs)]
+        engine, work = self._scoring
+        shared = engine.score_shared(work, _joined([staff.state.params for staff in self._staffs]))
+        return [run.scored(_row(scores, r), _row(shared, r)) for r, run in enumerate(self.runs)]
 
     def score(self, clients: np.ndarray, steps: int | None = None) -> Phases[Scores]:
         """Scores of `clients` [C] in every run after 0..steps adaptation steps, each [R, C, steps + 1]."""

@@ -201,7 +201,8 @@ class FlowerRun(Run):
             {
                 group: {name: np.stack([told[int(i)][name] for i in part]) for name in sorted(names)}
                 for group, part in self._scored.items()
-            }
+            },
+            self.shared_scores(),
         )
         for group, scores in record["evaluation"].items():
             name = main_score(scores)

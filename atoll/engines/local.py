@@ -257,6 +257,11 @@ class LocalEngine:
         models = yield from self._adapt(work, shared, clients, own, round_, steps, rate, scored=False)
         return self.gather(models, clients.shape[-1])
 
+    def score_shared(self, work: Work, shared: Params) -> dict[str, Any]:
+        """Scores of the shared model on all test samples, [R] of many runs; none where there are no such samples."""
+        whole = hasattr(work.problem, "whole_test")
+        return jax.device_get(_score_shared(self, work, self.place(shared))) if whole else {}
+
     def _adapt(
         self,
         work: Work,
@@ -547,8 +552,12 @@ def _adapt_once(engine: LocalEngine, work: Work, by_run: Any, now: Any, by_clien
     return engine.each(adapt)(models, data, _client_keys(work.seed, _EVALUATE, round_, clients))
 
 
-@jax.jit
-def score_shared(problem: Any, shared: Params) -> dict[str, jax.Array]:
-    """Scores of the shared model on the problem's whole test set."""
-    result: dict[str, jax.Array] = problem.evaluate(shared, problem.whole_test())
-    return result
+@partial(jax.jit, static_argnames=("engine",))
+def _score_shared(engine: LocalEngine, work: Work, shared: Params) -> dict[str, jax.Array]:
+    def run(work: Work, shared: Params) -> dict[str, jax.Array]:
+        problem: Any = work.problem
+        scores: dict[str, jax.Array] = problem.evaluate(shared, problem.whole_test())
+        return scores
+
+    scores: dict[str, jax.Array] = engine.each_run(run)(work, shared)
+    return scores
