@@ -82,6 +82,14 @@ def test_dynamics_have_folders_of_their_own() -> None:
     assert fmrl.Table1(dynamics="gym").folder == fmrl.Fig6(dynamics="gym").folder
 
 
+def test_another_reach_has_results_of_its_own() -> None:
+    usual, tenth = fmrl.Table1(scale="paper"), fmrl.Table1(scale="paper", reach=0.1)
+    assert usual.folder != tenth.folder
+    assert [item.federation("cheetah-dir").problem.reach for item in (usual, tenth)] == [1.0, 0.1]
+    with pytest.raises(atoll.AtollError, match=r"reach is 0\.0"):
+        fmrl.Table1(reach=0.0).federation("cheetah-dir")
+
+
 def test_every_item_knows_its_federations() -> None:
     for kind in (fmrl.Fig2, fmrl.Fig3, fmrl.Fig4, fmrl.Fig5, fmrl.Orders, fmrl.PrivacyCurve):
         for scale in ("quick", "paper"):

@@ -70,6 +70,8 @@ class Item(Shown):
     """rounds of training (default: the scale's)"""
     dynamics: Dynamics | None = None
     """gym or rllab (default: gym at paper scale, rllab, five times faster, at quick scale)"""
+    reach: float | None = None
+    """share of the controls' range that an action of 1 takes (default: the recipe's, docs/fmrl.md)"""
     together: int | None = None
     """runs trained as one batch (default: 25 on a GPU, 1 on a CPU, where they would not be faster)"""
     out: Path = Path("runs/reproduce")
@@ -94,7 +96,8 @@ class Item(Shown):
     @property
     def folder(self) -> Path:
         """Where this item's results are."""
-        return self.out / "-".join(filter(None, ("fmrl", self.runs, self.scale, self.dynamics)))
+        reach = f"reach{self.reach}" if self.reach else None
+        return self.out / "-".join(filter(None, ("fmrl", self.runs, self.scale, self.dynamics, reach)))
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """The federations to compare, by what tells them apart."""
@@ -112,7 +115,8 @@ class Item(Shown):
             changes = size | {"evaluation": _evaluation(every=20, clients=10)} | changes
         else:
             changes = {"new_clients": 40, "evaluation": _evaluation(every=50, clients=20)} | changes
-        problem = dataclasses.replace(problem, dynamics=self.dynamics or problem.dynamics)
+        dynamics, reach = self.dynamics or problem.dynamics, problem.reach if self.reach is None else self.reach
+        problem = dataclasses.replace(problem, dynamics=dynamics, reach=reach)
         f = dataclasses.replace(f, problem=problem, **changes)
         return f if self.rounds is None else dataclasses.replace(f, rounds=self.rounds)
 
