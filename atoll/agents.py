@@ -33,7 +33,8 @@ def weighting_of(federation: Federation) -> FedDrl:
 def install(run: Run, mind: Mind) -> None:
     """Let the agent of `run`, which has not begun, decide with `mind`."""
     agent: Agent = run.state.weighting
-    run.state = run.state._replace(weighting=agent._replace(mind=mind._replace(key=agent.mind.key)))
+    mine = mind._replace(key=agent.mind.key, surprise=agent.mind.surprise)
+    run.state = run.state._replace(weighting=agent._replace(mind=mine))
 
 
 def load_mind(source: str | Path, federation: Federation) -> Mind:
@@ -86,6 +87,7 @@ def save_mind(path: Path, mind: Mind) -> None:
 def check_workers(federation: Federation, workers: int) -> None:
     """Raise an error unless `workers` runs of the federation are enough to train an agent."""
     require(workers >= 1, f"workers is {workers}; it takes at least 1 to collect experience")
+    weighting_of(federation)
     rounds, enough = federation.rounds, 1 - -FEWEST // workers  # of a worker's last round nothing is known yet
     require(
         rounds >= enough,
@@ -113,11 +115,12 @@ def train_minds(
     try:
         for folder, federation in untaught:
             teams.append([])
-            problem = federation.problem.build(federation.clients, federation.new_clients, federation.seed)
+            *_, dealt = federation.dealt  # workers have the same clients
             first: Agent = weighting_of(federation).init(federation.cohort, federation.clients, federation.seed)
             for worker in range(1, workers + 1):
-                settings = dataclasses.replace(federation, seed=(federation.seed + 1000 * worker) % 2**32)
-                run = settings.start_or_resume(folder / f"worker-{worker}", engine, problem=problem)
+                seed = (federation.seed + 1000 * worker) % 2**32
+                settings = dataclasses.replace(federation, seed=seed, partition_seed=dealt)
+                run = settings.start_or_resume(folder / f"worker-{worker}", engine)
                 teams[-1].append(run)
                 if not run.begun:
                     install(run, first.mind)

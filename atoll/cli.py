@@ -81,6 +81,11 @@ class Where(How):
     runs_dir: Path = Path("runs")
     """folder of all runs"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        good = self.name is None or (self.name not in ("", ".", "..") and Path(self.name).name == self.name)
+        require(good, f"name is '{self.name}'; a run's name is no path: choose its folder by --runs-dir")
+
 
 @dataclasses.dataclass(frozen=True)
 class Together:
@@ -362,7 +367,7 @@ def report_command(arguments: list[str]) -> int:
         raise AtollError("name at least one run: atoll report runs/NAME")
     folder, text = report([Path(directory) for directory in directories], Path(out) if out else None)
     print(text)
-    print(f"\n{folder / 'report.md'}, {folder / 'curves.png'}")
+    print(f"\n{folder / 'report.md'} with its pictures, curves.png first")
     return 0
 
 
@@ -378,7 +383,7 @@ def partition_command(arguments: list[str]) -> int:
     f = options.federation
     if not isinstance(f.problem, Classification):
         raise AtollError(f"{name} has no partition: its clients do not share out a data set")
-    data, train, _ = f.problem.deal(f.clients, f.new_clients, f.seed)
+    data, train, _ = f.problem.deal(*f.dealt)
     title = f"{data.name}, {f.problem.partition}, {f.clients + f.new_clients} clients"
     path = Path(out or f"{label}-partition.png")
     if path.suffix not in (".png", ".pdf", ".svg"):
@@ -518,6 +523,8 @@ def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool 
     try:
         with leading(run), progress_bar() as progress:
             run.advance(_round_tracker(progress, label, run.federation.rounds, run.round), checkpoint_every)
+    except OSError as error:  # as a rule, no space
+        raise AtollError(f"{error}; mend it and go on with: atoll resume {run.files and run.files.path}") from error
     finally:
         run.close()
     assert run.files is not None

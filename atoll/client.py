@@ -161,7 +161,7 @@ def member(settings: str, client: int, brings: Brings) -> Run:
     """A client's side of the federation with these settings, before any shared model has come."""
     f = Federation.from_config(json.loads(settings))
     check_id(f, client)
-    problem = f.problem.build_own(f.clients, f.new_clients, f.seed, client, brings.read())
+    problem = f.problem.build_own(*f.dealt, client, brings.read())
     return Run(f, LocalEngine.of().sized(1), problem)
 
 

@@ -79,6 +79,8 @@ class Federation:
     """rounds of training"""
     seed: int = 0
     """seed of everything: partition, initial model, cohorts, batches"""
+    partition_seed: int | None = None
+    """seed of who holds what data or has what task, to change the others alone (default: seed)"""
     new_clients: int = 0
     """further clients that training never sees; evaluated beside the others"""
     dropout: float = 0.0
@@ -98,33 +100,34 @@ class Federation:
             f"cohort is {self.cohort}, but there are only {self.clients} clients; lower cohort or raise clients",
         )
         require(self.rounds >= 0, f"rounds is {self.rounds}; it must be 0 or more")
-        require(0 <= self.seed < 2**32, f"seed is {self.seed}; it must lie in 0..{2**32 - 1}")
+        for name in ("seed", "partition_seed"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < 2**32, f"{name} is {value}; it must lie in 0..{2**32 - 1}")
         require(0 <= self.dropout <= 1, f"dropout is {self.dropout}; it is a probability, 0 to 1")
         require(0 <= self.stragglers <= 1, f"stragglers is {self.stragglers}; it is a probability, 0 to 1")
 
-    def start(
-        self, directory: str | Path | None = None, engine: LocalEngine | None = None, problem: Problem | None = None
-    ) -> "Run":
-        """A run before its first round, of `problem` if it has been built; with a `directory` it logs there."""
+    @property
+    def dealt(self) -> tuple[int, int, int]:
+        """What it takes to build the problem: clients, new clients, and the seed that deals out data or tasks."""
+        return self.clients, self.new_clients, self.seed if self.partition_seed is None else self.partition_seed
+
+    def start(self, directory: str | Path | None = None, engine: LocalEngine | None = None) -> "Run":
+        """A run before its first round; with a `directory` it logs there."""
         config = {"federation": self.config()} if directory is not None else {}
-        run = Run(self, engine or LocalEngine.of(), problem)  # bad settings must show before a directory is made
+        run = Run(self, engine or LocalEngine.of())  # bad settings must show before a directory is made
         if directory is not None:
             run.files = RunFiles.create(Path(directory), config)
         return run
 
     def start_or_resume(
-        self,
-        directory: str | Path,
-        engine: LocalEngine | None = None,
-        any_rounds: bool = False,
-        problem: Problem | None = None,
+        self, directory: str | Path, engine: LocalEngine | None = None, any_rounds: bool = False
     ) -> "Run":
         """The run in `directory`, which must have these settings (`any_rounds`: but for its rounds), or a new one."""
         path = Path(directory)
         if not (path / "config.json").exists():
-            return self.start(path, engine, problem)
+            return self.start(path, engine)
         self.check_same(path, any_rounds)
-        return Run.resume(path, self.rounds, engine, problem)
+        return Run.resume(path, self.rounds, engine)
 
     def check_same(self, path: Path, any_rounds: bool = False) -> None:
         """The run in `path` must have these settings (`any_rounds`: but for its rounds)."""
@@ -191,7 +194,7 @@ class Run:
         self.rule = f.server.build()
         faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
         if problem is None:
-            problem = f.problem.build(f.clients, f.new_clients, f.seed)
+            problem = f.problem.build(*f.dealt)
         params = init_params(problem, f.seed)
         state = self.rule.init(params, self._cohort, self._clients, f.seed)
         self.state = jax.device_put(state, self.engine.devices[0])
@@ -202,18 +205,13 @@ class Run:
         self.work = Work(training, f.algorithm, f.seed, faults)
 
     @staticmethod
-    def resume(
-        directory: str | Path,
-        rounds: int | None = None,
-        engine: LocalEngine | None = None,
-        problem: Problem | None = None,
-    ) -> "Run":
+    def resume(directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None) -> "Run":
         """The run in `directory` as its newest whole checkpoint left it, to go on to `rounds`."""
         path = Path(directory)
         federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
         if rounds is not None:
             federation = dataclasses.replace(federation, rounds=rounds)
-        run = Run(federation, engine or LocalEngine.of(), problem)
+        run = Run(federation, engine or LocalEngine.of())
         run.reopen(path)
         return run
 

@@ -80,11 +80,14 @@ class RunFiles:
         try:
             content = json.loads(file.read_text())
         except FileNotFoundError:
-            raise AtollError(
-                f"{path} is no run: there is no {file.name}; give the directory that `atoll run` made"
-            ) from None
+            if (path / "worker-1").exists():
+                raise AtollError(
+                    f"the agent of {path} is still in training; repeat the `atoll run` command that began it, with "
+                    f"--name {path.name}"
+                ) from None
+            raise AtollError(f"{path} is no run: {file} is missing; give the directory that `atoll run` made") from None
         except (OSError, ValueError) as error:
-            raise AtollError(f"cannot read {file}: {error}") from error
+            raise AtollError(f"cannot read {file}: {error}; put a copy of it back, or start the run anew") from error
         if not isinstance(content, dict):
             raise AtollError(f"cannot read {file}: it holds no object")
         return content
@@ -127,6 +130,8 @@ class RunFiles:
                     (r, _load_arrays(self._folder / f"rows-{r:08d}.npz")) for r in self._rounds("rows") if r <= round_
                 ]
                 state = _fill(template, content)
+                lengths = {name: int(content[f"length/{name}"]) for name in _LOGS}
+                self._check_logs(lengths, last_chance=round_ == self._rounds("model")[0])
             except (OSError, ValueError, KeyError) as error:
                 warnings.warn(
                     f"checkpoint of round {round_} in {self.path} is damaged ({error}); going back to the one before",
@@ -138,7 +143,7 @@ class RunFiles:
                 store.restore(ids, [segment[f"leaf/{i}"] for i in range(len(segment))])
                 self._segments[r] = len(ids)
             self._forget_after(round_)
-            self._cut_logs({name: int(content[f"length/{name}"]) for name in _LOGS})
+            self._cut_logs(lengths)
             return round_, state
         raise AtollError(
             f"{self.path} has no checkpoint that can be read; start it again: atoll run {self.path}/config.json"
@@ -158,10 +163,19 @@ class RunFiles:
         for name, value in _scalars(record):
             self._events.add_scalar(name, value, record["round"])
 
+    def _check_logs(self, lengths: Mapping[str, int], last_chance: bool) -> None:
+        """Logs that have lost lines make a checkpoint worthless, whose rounds can be run again, but for the oldest."""
+        for name, length in lengths.items():
+            if (self.path / name).stat().st_size < length:
+                if not last_chance:
+                    raise ValueError(f"{name} has lost what it had then")
+                warnings.warn(f"{self.path / name} has lost records, which cannot be had again", stacklevel=3)
+
     def _cut_logs(self, lengths: Mapping[str, int]) -> None:
-        """Cut the logs to `lengths` and draw TensorBoard's curves again from what is left."""
+        """Cut the logs to `lengths`, or whole lines, and draw TensorBoard's curves again from what is left."""
         for name, log in self._logs.items():
-            log.truncate(min(lengths[name], (self.path / name).stat().st_size))
+            content = (self.path / name).read_bytes()[: lengths[name]]
+            log.truncate(content.rfind(b"\n") + 1)
             log.seek(0, os.SEEK_END)
         for old in self.path.glob("events.out.*"):
             old.unlink()
@@ -241,7 +255,7 @@ def load_part(path: Path, part: str, template: Any = None) -> Any:
         named = {name: array for name, array in content.items() if name.startswith(f"{part}/")}
         return named if template is None else _fill(template, content, part)
     except (OSError, ValueError, KeyError) as error:
-        raise AtollError(f"cannot read {path}: {error}") from error
+        raise AtollError(f"cannot read {path}: {error}; give another checkpoint, run or agent.npz") from error
 
 
 def _fill(template: Any, content: Mapping[str, np.ndarray], part: str = "state") -> Any:

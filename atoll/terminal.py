@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from .algorithms import ALGORITHMS
 from .errors import AtollError, require, unknown
@@ -90,14 +91,15 @@ def describe(f: Federation) -> str:
 def progress_bar() -> Progress:
     """A bar with time left and the figures that matter."""
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
         TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
+        TextColumn("{task.fields[figures]}", table_column=Column(ratio=2, no_wrap=True)),
         console=console,
+        expand=True,
     )
 
 

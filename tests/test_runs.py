@@ -87,6 +87,36 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path
     assert _files(tmp_path / "run") == _files(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "clients.jsonl"])
+def test_a_log_that_lost_its_end_is_made_again(tmp_path: Path, name: str) -> None:
+    _federation().run(directory=tmp_path / "whole")
+    _federation().run(directory=tmp_path / "run")
+    log = tmp_path / "run" / name
+    log.write_bytes(log.read_bytes()[:-30])
+    with pytest.warns(UserWarning, match=rf"round 12 .* is damaged \({name} has lost"):
+        run = atoll.Run.resume(tmp_path / "run")
+    run.advance()
+    run.close()
+    assert _files(tmp_path / "run") == _files(tmp_path / "whole")
+
+
+def test_a_log_that_lost_more_than_checkpoints_can_make_again_keeps_its_whole_lines(tmp_path: Path) -> None:
+    _federation().run(directory=tmp_path / "run")
+    log = tmp_path / "run" / "metrics.jsonl"
+    before = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(before[:3]) + before[3][:20])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = atoll.Run.resume(tmp_path / "run")
+    assert "metrics.jsonl has lost records" in str(told[-1].message)
+    run.advance()
+    run.close()
+    assert run.round == 12
+    after = log.read_bytes().splitlines(keepends=True)
+    assert after[:3] == before[:3]
+    assert after[-1] == before[-1]
+
+
 @pytest.mark.parametrize("keep", [0, 10, 200])
 def test_a_truncated_checkpoint_is_recognised(tmp_path: Path, keep: int) -> None:
     _federation(atoll.FedAvg()).run(directory=tmp_path / "run")

@@ -94,7 +94,7 @@ class FlowerRun(Run):
     ) -> None:
         check_deployable(federation)
         f = federation
-        super().__init__(f, engine, f.problem.build_form(f.clients, f.new_clients, f.seed))
+        super().__init__(f, engine, f.problem.build_form(*f.dealt))
         require(
             terms.min_clients <= federation.clients,
             f"min_clients is {terms.min_clients}, but the federation has {federation.clients} clients; lower it",

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..errors import AtollError, require
 from ..runs import RunFiles, main_score, read_lines
 from .impact_plot import impact_figure
 
-COLOURS = ("#0b6e8f", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d5524", "#2e4057", "#c06c84")
+COLOURS = (
+    *("#0b6e8f", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d5524", "#2e4057", "#c06c84"),
+    *("#00a6d6", "#ff7f51", "#a6a600", "#1b9e3e", "#e377c2", "#bc9b6a", "#7f7f7f", "#111111"),
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,10 @@ def read_run(path: Path) -> Logged:
     config = RunFiles.read_config(path)
     metrics = read_lines(path / "metrics.jsonl")
     evaluations = [record for record in metrics if record.get("evaluation", {}).get("seen")]
-    clients = [record for record in read_lines(path / "clients.jsonl") if "seen" in record]
+    told = [record["round"] for record in evaluations]
+    clients = [record for record in read_lines(path / "clients.jsonl") if "seen" in record and record["round"] in told]
+    if clients:  # both logs up to the same evaluation: one of them may have lost its end
+        evaluations = [record for record in evaluations if record["round"] <= clients[-1]["round"]]
     if not evaluations or not clients:
         raise AtollError(f"{path} has no scores of clients; let it run, or continue it: atoll resume {path}")
     rounds = [record for record in metrics if "evaluation" not in record]
@@ -55,6 +62,10 @@ def figure(runs: Sequence[Logged]) -> Figure:
         table = scale * np.array([record["evaluation"]["seen"][score] for record in run.evaluations], float)
         curves.plot(at, table[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
         curves.plot(at, table[:, -1], color=colour, linewidth=2.2, label=run.name)
+        whole = [record["evaluation"].get("shared", {}).get(score) for record in run.evaluations]
+        if whole[-1] is not None:
+            values = scale * np.array([np.nan if value is None else value for value in whole])
+            curves.plot(at, values, color=colour, linestyle=(0, (1, 1.5)), linewidth=1.4)
         final = scale * np.sort(np.array(run.clients["seen"][score], float)[:, [0, -1]], axis=0)
         share = (np.arange(len(final)) + 0.5) / len(final) * 100
         people.plot(share, final[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
@@ -63,13 +74,22 @@ def figure(runs: Sequence[Logged]) -> Figure:
     if steps:
         curves.plot([], [], color="0.4", linestyle=(0, (4, 2)), label="before adapting")
         curves.plot([], [], color="0.4", linewidth=2.2, label=f"after {steps} step{'s' * (steps != 1)} on own data")
+    if any(_shared(run, score) is not None for run in runs):
+        curves.plot([], [], color="0.4", linestyle=(0, (1, 1.5)), label="shared model, all test samples")
     curves.set(xlabel="round", ylabel=f"mean {unit} over clients", title="Training")
     people.set(xlabel="clients, worst to best (%)", ylabel=unit, title="Every client after the last round")
     curves.legend(frameon=False, fontsize=9)
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (curves, people):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     return canvas
+
+
+def _shared(run: Logged, score: str) -> float | None:
+    """The shared model's last score on all test samples."""
+    value: float | None = run.evaluations[-1]["evaluation"].get("shared", {}).get(score)
+    return value
 
 
 def _cycle(count: int) -> list[str]:
@@ -80,10 +100,11 @@ def table(runs: Sequence[Logged]) -> str:
     """Final scores in Markdown: before and after each adaptation step, training clients and new ones."""
     score = runs[0].score
     steps = max(len(run.evaluations[-1]["evaluation"]["seen"].get(score, ())) for run in runs)
+    shared = any(_shared(run, score) is not None for run in runs)
     columns = [f"after {step}" if step else "before" for step in range(steps)] if steps > 1 else [score]
     lines = [
-        f"| run | algorithm | round | clients | {' | '.join(columns)} | worst 10% |",
-        "|" + "---|" * (5 + steps),
+        f"| run | algorithm | round | clients | {' | '.join(columns)} | worst 10% |{' shared model |' * shared}",
+        "|" + "---|" * (5 + steps + shared),
     ]
     for run in runs:
         last = run.evaluations[-1]
@@ -97,8 +118,12 @@ def table(runs: Sequence[Logged]) -> str:
             worst = np.mean((own if score != "loss" else own[::-1])[: -(-len(own) // 10)])
             shown = [_format(score, value) for value in values]
             cells = [*shown, *[""] * (steps - len(shown)), _format(score, worst)]
+            if shared:
+                cells.append(_format(score, _shared(run, score)) if _shared(run, score) is not None else "")
             kind = run.config["federation"]["algorithm"]["kind"]
             lines.append(f"| {run.name} | {kind} | {last['round']} | {group} | " + " | ".join(cells) + " |")
+    if shared:
+        lines.append("\nClients' scores are on their own test samples, the shared model's on all test samples.")
     return "\n".join(lines + _privacy(runs))
 
 

@@ -22,10 +22,11 @@ _STEEPEST = 1e30  # a bound for L |u|^2 / F, so that 0 times it is 0
 
 @settings
 class QFFL(Weighting):
-    """q-FFL: a client counts by its loss to the power q; 0 is the plain mean, more is fairer.
+    """q-FFL: a client counts by its loss to the power q, 0 is the mean; set lipschitz to 1 / the clients' rate.
 
-    With updates u_k, losses F_k and L = `lipschitz`, which the paper sets to 1 / the clients' learning rate, the model
-    moves by sum_k L F_k^q u_k / sum_k (q F_k^(q-1) L^2 |u_k|^2 + L F_k^q). That is, with p_k = F_k^q / sum_j F_j^q an
+    With updates u_k, losses F_k and L = `lipschitz`, which the paper sets to 1 / the clients' learning rate (the
+    default is for 0.01; a larger one shortens the server's steps, a tiny one does not), the model moves by
+    sum_k L F_k^q u_k / sum_k (q F_k^(q-1) L^2 |u_k|^2 + L F_k^q). That is, with p_k = F_k^q / sum_j F_j^q an
     update weighs p_k / (1 + q sum_j p_j L |u_j|^2 / F_j). Weights sum to less than 1: a fairer objective is steeper.
 
     F^q needs losses above 0. If the smallest of a round is f < 0, as minus a return may be, all are raised by 2|f|: the

@@ -69,7 +69,7 @@ class Mind(NamedTuple):
     slow: Networks  # copies that follow slowly
     moments: Networks  # of the optimisers
     key: jax.Array
-    surprise: jax.Array  # mean |TD error| of the last batch
+    surprise: jax.Array  # mean |TD error| of the last batch; no number before the first
 
 
 class Agent(NamedTuple):
@@ -173,7 +173,9 @@ class FedDrl(Weighting):
         state, action, number = jnp.zeros(3 * cohort), jnp.zeros(2 * cohort), jnp.zeros(())
         rounds = Rounds(*(jnp.zeros((self.replay, *x.shape)) for x in (state, action, number, state)))
         return Agent(
-            Mind(networks, jax.tree.map(jnp.copy, networks), moments, jax.random.key_data(keys[2]), number),
+            Mind(
+                networks, jax.tree.map(jnp.copy, networks), moments, jax.random.key_data(keys[2]), jnp.asarray(jnp.nan)
+            ),
             Replay(rounds, jnp.zeros(self.replay), jnp.zeros((), jnp.int32)),
             state=state,
             action=action,
