@@ -203,3 +203,26 @@ def test_the_committed_table_is_complete() -> None:
     assert len(cells) == 140
     assert {cell["curve"][-1][0] for cell in cells} == {1000}
     assert Table1().scale == "quick"
+
+
+def test_a_name_is_no_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "glyphs", "--name", "../elsewhere"]) == 2
+    assert "name is '../elsewhere'; a run's name is no path: choose its folder by --runs-dir" in capsys.readouterr().err
+    assert not Path("../elsewhere").exists()
+
+
+def test_a_run_whose_agent_is_in_training_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "two" / "worker-1").mkdir(parents=True)
+    assert cli.main(["resume", str(tmp_path / "two")]) == 2
+    assert "still in training; repeat the `atoll run` command that began it, with --name two" in capsys.readouterr().err
+
+
+def test_no_space_names_the_command_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atoll.Run, "checkpoint", full)
+    assert cli.main(["run", "glyphs", "--rounds", "1", "--name", "full"]) == 2
+    assert "No space left on device; mend it and go on with: atoll resume runs/full" in capsys.readouterr().err

@@ -65,6 +65,18 @@ def test_a_seed_fixes_everything_and_another_changes_it() -> None:
     assert _bits(first) != _bits(other)
 
 
+def test_clients_can_stay_while_all_else_changes() -> None:
+    problem = atoll.Classification("glyphs", "dirichlet(0.3)", "mlp((4,))", batch=8)
+    first = atoll.Federation(problem, atoll.FedAvg(), clients=20, cohort=5, rounds=1)
+    other = dataclasses.replace(first, seed=1)
+    same = dataclasses.replace(other, partition_seed=0)
+    orders = [np.asarray(f.start().problem.order) for f in (first, other, same)]
+    assert not np.array_equal(orders[0], orders[1])
+    np.testing.assert_array_equal(orders[0], orders[2])
+    assert _bits(other.start()) == _bits(same.start())  # the initial model
+    assert atoll.Federation.from_config(same.config()) == same
+
+
 def test_a_client_gets_the_same_numbers_in_any_cohort() -> None:
     """Its key depends on seed, round and id alone: alone in a cohort or among others, its update is the same."""
     algorithm = atoll.Ditto()
