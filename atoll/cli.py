@@ -1,5 +1,6 @@
 """The command `atoll`."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -521,12 +522,10 @@ def _follow(leader: Peer, devices: int | None) -> int:
 def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool = True) -> int:
     start = time.monotonic()
     try:
-        with leading(run), progress_bar() as progress:
+        with contextlib.closing(run), leading(run), progress_bar() as progress:
             run.advance(_round_tracker(progress, label, run.federation.rounds, run.round), checkpoint_every)
-    except OSError as error:  # as a rule, no space
+    except OSError as error:  # as a rule no space, also for what is flushed at the end
         raise AtollError(f"{error}; mend it and go on with: atoll resume {run.files and run.files.path}") from error
-    finally:
-        run.close()
     assert run.files is not None
     path = escape(str(run.files.path))
     if run.interrupted:

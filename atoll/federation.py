@@ -78,7 +78,7 @@ class Federation:
     rounds: int = 100
     """rounds of training"""
     seed: int = 0
-    """seed of everything: partition, initial model, cohorts, batches"""
+    """seed of everything: partition (unless it has its own), initial model, cohorts, batches"""
     partition_seed: int | None = None
     """seed of who holds what data or has what task, to change the others alone (default: seed)"""
     new_clients: int = 0

@@ -5,7 +5,7 @@ what they computed, and every turn ends with a choice between old and new for al
 loop, mapped in another way: clients queue for lanes, the longest first, and a lane goes from client to client. All
 lanes take as many turns at once as the first of them to be done still needs, and nothing has to be chosen. The work is
 that of the clients' turns, but for lanes that stay empty at the end, of which there are soon fewer. However many axes
-are mapped (clients, runs of a fleet), there is one set of lanes.
+are mapped (clients, runs of a fleet), there is one set of lanes, unless runs have large arrays of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 _LANE_BYTES = 192 << 20  # held by all clients in lanes: with more a GPU is hardly faster (docs/benchmarks.md)
 _FEWEST_LANES = 16  # however much they hold
+_LARGE = 8 << 20  # bytes of an array of each run, as of images of its own: no lane gets a copy, runs take turns instead
 
 Arrays = list[jax.Array]
 Turn = Callable[[jax.Array, Arrays, Arrays], Arrays]
@@ -33,9 +34,13 @@ class _State(NamedTuple):
 
 
 def count_loop(total: jax.Array | int, body: Callable[[jax.Array, Any], Any], start: Any) -> Any:
-    """What `start` becomes by `total` turns of `body(turn, carry)`; as `lax.fori_loop(0, total, body, start)`."""
-    if isinstance(total, int):  # as many for everybody
+    """What `start` becomes by `total` turns of `body(turn, carry)`; as `lax.fori_loop(0, total, body, start)`.
+
+    Not to be differentiated, but for a `total` that is a plain number.
+    """
+    if isinstance(total, int | np.integer):  # as many for everybody
         return jax.lax.fori_loop(0, total, body, start)
+    total = jnp.maximum(jnp.asarray(total, jnp.int32), 0)
     leaves, form = jax.tree.flatten(jax.tree.map(jnp.asarray, start))
 
     def flat(turn: jax.Array, *carry: jax.Array) -> Arrays:
@@ -128,6 +133,9 @@ def _lanes(turn: Turn, carry_sharing: list[int], constant_sharing: list[int]) ->
         size: int, mapped: tuple[bool, list[bool], list[bool]], total: jax.Array, start: Arrays, constants: Arrays
     ) -> tuple[Arrays, list[bool]]:
         clients = total.shape[-1]
+        private = [leaf for leaf, here, n in zip(constants, mapped[2], constant_sharing, strict=True) if here and not n]
+        if any(leaf.nbytes > size * _LARGE for leaf in private):
+            return _one_by_one(loops, mapped, (total, start, constants)), [True] * len(start)
 
         def merge(leaf: jax.Array, is_mapped: bool, n: int) -> tuple[jax.Array, int]:
             if n == 0:
@@ -146,6 +154,18 @@ def _lanes(turn: Turn, carry_sharing: list[int], constant_sharing: list[int]) ->
         return [leaf.reshape(size, clients, *leaf.shape[1:]) for leaf in found], [True] * len(found)
 
     return loops
+
+
+def _one_by_one(function: Callable[..., Any], mapped: Any, arguments: Any) -> Any:
+    """`function` mapped over the leading axis of what is `mapped` of its arguments, one after another."""
+    leaves, form = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(mapped)
+
+    def one(mine: list[jax.Array]) -> Any:
+        own = iter(mine)
+        return function(*jax.tree.unflatten(form, [next(own) if m else x for x, m in zip(leaves, flags, strict=True)]))
+
+    return jax.lax.map(one, [leaf for leaf, is_mapped in zip(leaves, flags, strict=True) if is_mapped])
 
 
 def _number(clients: int, held: int) -> int:

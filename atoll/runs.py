@@ -11,6 +11,7 @@ or is recognised as damaged. Lines of metrics after the last checkpoint belong t
 again, so a checkpoint remembers how long the files were and resuming cuts them to that length.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -131,7 +132,6 @@ class RunFiles:
                 ]
                 state = _fill(template, content)
                 lengths = {name: int(content[f"length/{name}"]) for name in _LOGS}
-                self._check_logs(lengths, last_chance=round_ == self._rounds("model")[0])
             except (OSError, ValueError, KeyError) as error:
                 warnings.warn(
                     f"checkpoint of round {round_} in {self.path} is damaged ({error}); going back to the one before",
@@ -150,12 +150,13 @@ class RunFiles:
         )
 
     def close(self) -> None:
-        """Flush everything and let others in."""
-        for log in self._logs.values():
-            log.close()
-        if self._events is not None:
-            self._events.close()
-        self._lock.close()
+        """Flush everything and let others in; what cannot be flushed is an error, after all is closed."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._lock.close)
+            if self._events is not None:
+                stack.callback(self._events.close)
+            for log in self._logs.values():
+                stack.callback(log.close)
 
     def _plot(self, record: Mapping[str, Any]) -> None:
         if self._events is None:
@@ -163,18 +164,12 @@ class RunFiles:
         for name, value in _scalars(record):
             self._events.add_scalar(name, value, record["round"])
 
-    def _check_logs(self, lengths: Mapping[str, int], last_chance: bool) -> None:
-        """Logs that have lost lines make a checkpoint worthless, whose rounds can be run again, but for the oldest."""
-        for name, length in lengths.items():
-            if (self.path / name).stat().st_size < length:
-                if not last_chance:
-                    raise ValueError(f"{name} has lost what it had then")
-                warnings.warn(f"{self.path / name} has lost records, which cannot be had again", stacklevel=3)
-
     def _cut_logs(self, lengths: Mapping[str, int]) -> None:
         """Cut the logs to `lengths`, or whole lines, and draw TensorBoard's curves again from what is left."""
         for name, log in self._logs.items():
             content = (self.path / name).read_bytes()[: lengths[name]]
+            if len(content) < lengths[name]:  # the rounds themselves are in the checkpoint
+                warnings.warn(f"{self.path / name} has lost its last records; the run goes on without", stacklevel=4)
             log.truncate(content.rfind(b"\n") + 1)
             log.seek(0, os.SEEK_END)
         for old in self.path.glob("events.out.*"):

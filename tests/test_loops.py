@@ -33,15 +33,19 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-def test_clients_in_lanes_come_to_what_each_comes_to_alone(lanes: int) -> None:
+@pytest.mark.parametrize("large", [1 << 30, 1], ids=["together", "runs in turn"])
+def test_clients_in_lanes_come_to_what_each_comes_to_alone(
+    lanes: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loops, "_LARGE", large)
     rng = np.random.default_rng(lanes)
-    total = jnp.asarray(rng.integers(0, 9, (RUNS, CLIENTS)), jnp.int32)
+    total = jnp.asarray(rng.integers(-1, 9, (RUNS, CLIENTS)), jnp.int32)
     by_run = jnp.asarray(rng.normal(size=(RUNS, 4)), jnp.float32)
     by_client = jnp.asarray(rng.normal(size=(RUNS, CLIENTS, 1)), jnp.float32)
     value, seen = several(count_loop, total, by_run, by_client)
     expected, turns = several(lambda n, *others: jax.lax.fori_loop(0, n, *others), total, by_run, by_client)
     np.testing.assert_array_equal(seen, turns)
-    np.testing.assert_array_equal(seen, total * (total - 1) // 2)
+    np.testing.assert_array_equal(seen, total * np.maximum(total - 1, 0) // 2)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 

@@ -15,7 +15,7 @@ def impact_figure(rounds: Sequence[Record], title: str) -> Figure:
     """Weights by round, losses of the shared model at the round's clients, and reward and TD error of an agent.
 
     `rounds` are records with `clients`, `weights` and `losses`. A few clients have a line each, of many the spread is
-    shown; of more than 50 rounds running means.
+    shown; of 50 rounds or more as running means.
     """
     learned = [record for record in rounds if "reward" in record.get("server", {})]
     panels = 4 if learned else 2
