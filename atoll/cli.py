@@ -48,6 +48,7 @@ from .terminal import (
     parse,
     positional,
     progress_bar,
+    run_folder,
     stage_tracker,
 )
 from .version import __version__
@@ -81,11 +82,6 @@ class Where(How):
     """name of the run (default: the recipe's with a number)"""
     runs_dir: Path = Path("runs")
     """folder of all runs"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        good = self.name is None or (self.name not in ("", ".", "..") and Path(self.name).name == self.name)
-        require(good, f"name is '{self.name}'; a run's name is no path: choose its folder by --runs-dir")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +161,8 @@ def run_command(arguments: list[str]) -> int:
     if isinstance(others, Peer):
         return _follow(others, options.where.devices)
     engine = _engine(options.where.devices, others)
-    directory = options.where.runs_dir / (options.where.name or free_name(options.where.runs_dir, label))
+    where = options.where
+    directory = run_folder(where.runs_dir, where.name, free_name(where.runs_dir, label))
     mind = None
     if options.agent.source:
         mind = load_mind(options.agent.source, options.federation)
@@ -247,7 +244,7 @@ def compare_command(arguments: list[str]) -> int:
     # Flags speak of the recipe's own algorithm: --problem.batches is what it takes at a time, others in proportion.
     options = parse(_RunOptions, _RunOptions(base.federation), rest, f"atoll compare {name}")
     engine = _engine(options.where.devices)
-    folder = options.where.runs_dir / (options.where.name or f"{name}-compared")
+    folder = run_folder(options.where.runs_dir, options.where.name, f"{name}-compared")
     for algorithm, rival in rivals.items():
         settings = with_budget(options.federation, rival)
         run = settings.start_or_resume(folder / algorithm, engine)
@@ -283,7 +280,8 @@ def sweep_command(arguments: list[str]) -> int:
     label, default = base_federation(name, chosen)
     options = parse(_RunOptions, _RunOptions(default), rest, f"atoll sweep {name}")
     engine = _engine(options.where.devices)
-    folder = options.where.runs_dir / (options.where.name or free_name(options.where.runs_dir, f"{label}-sweep"))
+    where = options.where
+    folder = run_folder(where.runs_dir, where.name, free_name(where.runs_dir, f"{label}-sweep"))
     runs: list[Run] = []
     try:
         for combination in itertools.product(*varied):
@@ -327,7 +325,7 @@ def _set(content: Any, setting: str, value: str) -> None:
 def demo_command(arguments: list[str]) -> int:
     """A first look: cheetahs learn to run their own way; curves and a film: atoll demo [--runs-dir DIR]."""
     options = parse(Where, Where(), arguments, "atoll demo")
-    directory = options.runs_dir / (options.name or free_name(options.runs_dir, "demo"))
+    directory = run_folder(options.runs_dir, options.name, free_name(options.runs_dir, "demo"))
     federation = recipe("fmrl/demo").federation
     console.print(f"{escape(str(directory))}: {describe(federation)}")
     code = _train(federation.start(directory, _engine(options.devices)), options.checkpoint_every)

@@ -29,7 +29,17 @@ from .federation import Federation, ctrl_c
 from .machine import free_port, keep_compiled
 from .recipes import RECIPES
 from .runs import write_atomically
-from .terminal import INTERRUPTED, base_federation, describe, free_name, host_and_port, option, parse, positional
+from .terminal import (
+    INTERRUPTED,
+    base_federation,
+    describe,
+    free_name,
+    host_and_port,
+    option,
+    parse,
+    positional,
+    run_folder,
+)
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -118,7 +128,7 @@ def serve_command(arguments: list[str]) -> int:
     check_deployable(f)
     keys = None if options.insecure else read_keys(options.certs)
     host, port = host_and_port(options.listen)
-    directory = options.runs_dir / (options.name or free_name(options.runs_dir, label))
+    directory = run_folder(options.runs_dir, options.name, free_name(options.runs_dir, label))
     _wait_until_free(host, port)
     prepare(directory, f)
     again = f"go on with the same command and --name {directory.name}"

@@ -9,6 +9,7 @@ are mapped (clients, runs of a fleet), there is one set of lanes, unless runs ha
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -135,7 +136,8 @@ def _lanes(turn: Turn, carry_sharing: list[int], constant_sharing: list[int]) ->
         clients = total.shape[-1]
         private = [leaf for leaf, here, n in zip(constants, mapped[2], constant_sharing, strict=True) if here and not n]
         if any(leaf.nbytes > size * _LARGE for leaf in private):
-            return _one_by_one(loops, mapped, (total, start, constants)), [True] * len(start)
+            one_by_one, flags = partial(partial, jax.lax.map), jax.tree.leaves(mapped)
+            return map_some(one_by_one, loops, flags, (total, start, constants)), [True] * len(start)
 
         def merge(leaf: jax.Array, is_mapped: bool, n: int) -> tuple[jax.Array, int]:
             if n == 0:
@@ -156,16 +158,16 @@ def _lanes(turn: Turn, carry_sharing: list[int], constant_sharing: list[int]) ->
     return loops
 
 
-def _one_by_one(function: Callable[..., Any], mapped: Any, arguments: Any) -> Any:
-    """`function` mapped over the leading axis of what is `mapped` of its arguments, one after another."""
+def map_some(each: Callable[..., Any], function: Callable[..., Any], mapped: Sequence[bool], arguments: Any) -> Any:
+    """`function(*arguments)`, mapped by `each` over the leading axis of those leaves that are `mapped`."""
     leaves, form = jax.tree.flatten(arguments)
-    flags = jax.tree.leaves(mapped)
 
-    def one(mine: list[jax.Array]) -> Any:
+    def one(mine: list[Any]) -> Any:
         own = iter(mine)
-        return function(*jax.tree.unflatten(form, [next(own) if m else x for x, m in zip(leaves, flags, strict=True)]))
+        whole = [next(own) if is_mapped else leaf for leaf, is_mapped in zip(leaves, mapped, strict=True)]
+        return function(*jax.tree.unflatten(form, whole))
 
-    return jax.lax.map(one, [leaf for leaf, is_mapped in zip(leaves, flags, strict=True) if is_mapped])
+    return each(one)([leaf for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped])
 
 
 def _number(clients: int, held: int) -> int:

@@ -82,6 +82,13 @@ def free_name(folder: Path, label: str) -> str:
     return f"{label}-{number}"
 
 
+def run_folder(runs_dir: Path, name: str | None, usual: str) -> Path:
+    """Where in `runs_dir` a run is kept: by the `name` it was given, else by its `usual` one."""
+    good = name is None or (name not in ("", ".", "..") and Path(name).name == name)
+    require(good, f"name is '{name}'; a run's name is no path: choose its folder by --runs-dir")
+    return runs_dir / (name or usual)
+
+
 def describe(f: Federation) -> str:
     """A federation in one line."""
     kind = next(kind for kind, cls in ALGORITHMS.items() if cls is type(f.algorithm))

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..algorithms.base import Algorithm, Cohort, Trained, gathering_keys
+from ..loops import map_some
 from ..machine import full_precision
 from ..problems.base import Data, Params, Problem, Purpose
 from ..server import Reports, ServerRule, ServerState, finite
@@ -148,16 +149,8 @@ class LocalEngine:
             return function
 
         def many(work: Work, *others: Any) -> Any:
-            leaves, structure = jax.tree.flatten(work)
-            axes = self.runs or ()
-            different = [leaf for leaf, differs in zip(leaves, axes, strict=True) if differs]
-
-            def one(different: list[Any], others: Any) -> Any:
-                mine = iter(different)
-                whole = [next(mine) if differs else leaf for leaf, differs in zip(leaves, axes, strict=True)]
-                return function(jax.tree.unflatten(structure, whole), *others)
-
-            return self.each(one)(different, others)
+            different = (*(self.runs or ()), *(True for _ in jax.tree.leaves(others)))
+            return map_some(self.each, function, different, (work, *others))
 
         return many
 

@@ -52,7 +52,7 @@ def impact_figure(rounds: Sequence[Record], title: str) -> Figure:
         panel.set_ylabel({"reward": "reward", "td_error": "|TD error|"}[name])
     for panel in axes:
         panel.set_xlabel("round")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     return canvas

@@ -79,7 +79,7 @@ def figure(runs: Sequence[Logged]) -> Figure:
     curves.set(xlabel="round", ylabel=f"mean {unit} over clients", title="Training")
     people.set(xlabel="clients, worst to best (%)", ylabel=unit, title="Every client after the last round")
     curves.legend(frameon=False, fontsize=9)
-    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in (curves, people):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

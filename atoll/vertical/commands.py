@@ -14,7 +14,7 @@ from rich.progress import Progress
 from ..errors import AtollError, check_counts, unknown
 from ..recipes import VERTICAL
 from ..runs import RunFiles
-from ..terminal import INTERRUPTED, console, free_name, option, parse, progress_bar
+from ..terminal import INTERRUPTED, console, free_name, option, parse, progress_bar, run_folder
 from . import highlight
 from .account import account
 from .text2action import TextWorld
@@ -64,7 +64,7 @@ def run_vertical(name: str, rest: list[str]) -> int:
     keep, chosen = options.keep, options.experiment
     if chosen.method != experiment.method:
         label = f"{label}-{chosen.method}"
-    directory = keep.runs_dir / (keep.name or free_name(keep.runs_dir, label))
+    directory = run_folder(keep.runs_dir, keep.name, free_name(keep.runs_dir, label))
     trials = Trials([chosen], directory)
     console.print(f"{escape(str(directory))}: {describe(chosen)}")
     return _train(trials, keep.checkpoint_every)

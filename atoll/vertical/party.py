@@ -16,7 +16,7 @@ from ..federation import ctrl_c
 from ..machine import keep_compiled
 from ..recipes import VERTICAL
 from ..runs import RunFiles, lock, write_atomically
-from ..terminal import INTERRUPTED, console, free_name, host_and_port, parse, positional, progress_bar
+from ..terminal import INTERRUPTED, console, free_name, host_and_port, parse, positional, progress_bar, run_folder
 from .account import account, vectors_sent
 from .commands import describe, finite, table, tracker
 from .leading import RemoteTraining, Terms
@@ -116,7 +116,8 @@ def _lead(arguments: list[str]) -> int:
     certs = None if options.insecure else options.certs
     if certs is not None:
         check_files(certs, "ca.crt", "lead.crt", "lead.key")
-    directory = options.runs_dir / (options.name or free_name(options.runs_dir, f"{recipe.replace('/', '-')}-parties"))
+    usual = free_name(options.runs_dir, f"{recipe.replace('/', '-')}-parties")
+    directory = run_folder(options.runs_dir, options.name, usual)
     directory.mkdir(parents=True, exist_ok=True)
     with lock(directory):
         run = _prepare(directory, experiment)
