@@ -130,6 +130,7 @@ def test_a_partition_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "fmrl/ant-vel", "--problem.horizon", "1"], "horizon is 1"),
         (["run", "fmrl/ant-vel", "--problem.task", "ant-fly"], "unknown task 'ant-fly'"),
         (["reproduce", "fmrl/table1", "--environments", "cheetah"], "unknown environment 'cheetah'"),
+        (["reproduce", "fmrl/table1", "--reach", "0"], "reach is 0.0; it must be positive"),
         (["run"], "name a recipe first"),
         (["run", "per-fedavgg"], "did you mean 'per-fedavg'"),
         (["run", "per-fedavg"], "put train-images-idx3-ubyte.gz"),

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from ..algorithms import Meta
 from ..algorithms.meta import ORDERS
-from ..errors import check_counts, unknown
+from ..errors import check_counts, require, unknown
 from ..federation import Evaluation, Federation, Record
 from ..fleet import Fleet
 from ..problems import Locomotion
@@ -87,6 +87,8 @@ class Item(Shown):
             if method not in METHODS:
                 raise unknown("method", method, METHODS)
         check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
+        positive = self.reach is None or self.reach > 0
+        require(positive, f"reach is {self.reach}; it must be positive (1: the whole range)")
 
     @property
     def runs(self) -> str:

@@ -49,6 +49,10 @@ class WarpSampler:
     episodes: int
     horizon: int
 
+    def __post_init__(self) -> None:
+        _warp()
+        _need_gpu()
+
     def rollout(self, policy: Policy, params: Params, tasks: Any, keys: Any) -> Rollout:
         """Experience [N, E, H, ...] of clients with params [N, ...], tasks [N] and keys [N]."""
         _simulation(self.world, len(tasks) * self.episodes)  # errors show before anything is compiled
@@ -181,7 +185,6 @@ class Simulation(NamedTuple):
 def _simulation(world: World, count: int) -> Simulation:
     """MuJoCo Warp with its own memory for `count` simulations; a program hands over a state and gets the next."""
     warp, mjw = _warp()
-    _need_gpu()
     contacts, constraints = _most(world.model)
     limited = copy.copy(world.model)
     limited.opt.iterations = ITERATIONS
