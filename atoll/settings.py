@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import jax
+import tyro
 
 from .errors import AtollError, unknown
 
@@ -40,6 +41,17 @@ def settings(cls: type[T]) -> type[T]:
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
     return cls
+
+
+def typed(metavar: str = "SPEC") -> Any:
+    """For `Annotated`: a setting that is written as text on a command line."""
+    return tyro.conf.arg(constructor=str, metavar=metavar, help_behavior_hint=_usually)
+
+
+def _usually(default: str) -> str:
+    """The hint about a default, which tyro hands over as a list of one word, as one would type it."""
+    [word] = ast.literal_eval(default)
+    return f'(default: "{word}")' if "(" in word else f"(default: {word})"  # a shell would stumble over brackets
 
 
 def parse_spec(kind: str, registry: Mapping[str, type[T]], text: str | T) -> T:

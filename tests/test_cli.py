@@ -44,6 +44,14 @@ def test_version_overview_and_list(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in listed
 
 
+def test_help_shows_defaults_as_one_would_type_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "feddrl/mnist-ce", "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for default in ("mnist", "\"clustered-equal(paper='mnist', mixed=True)\"", "cnn", "feddrl", '"sgd(rate=1.0)"'):
+        assert f"(default: {default})" in words
+
+
 def test_run_resume_report_and_rerun(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", *SMALL, "--name", "first", "--algorithm", "ditto", "--algorithm.lam", "0.5"]) == 0
     config = json.loads(Path("runs/first/config.json").read_text())["federation"]

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from ..errors import AtollError, require, unknown
 from ..loops import count_loop
-from ..settings import parse_spec, spec
+from ..settings import parse_spec, spec, typed
 from ..shuffle import shuffled
 from .base import Own, Params, ProblemSettings, Purpose
 from .data import DATASETS, Dataset, Federated, from_folder, load
@@ -186,12 +185,12 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 class Classification(ProblemSettings):
     """Images or other arrays with labels, dealt out to clients."""
 
-    data: Annotated[str | Dataset | Federated, tyro.conf.arg(constructor=str, metavar="NAME|DIR")] = "mnist"
+    data: Annotated[str | Dataset | Federated, typed("NAME|DIR")] = "mnist"
     """mnist, cifar100, glyphs or another that `atoll list` shows, a folder with one .npz (x, y) per client, or
     own(shape=(28, 28, 1), classes=10): what real clients join with"""
-    partition: Annotated[str | Partition, tyro.conf.arg(constructor=str, metavar="SPEC")] = "per-fedavg"
+    partition: Annotated[str | Partition, typed()] = "per-fedavg"
     """who holds what, e.g. iid or dirichlet(alpha=0.3); `atoll list` shows all (a folder's clients keep their own)"""
-    model: Annotated[str | Model, tyro.conf.arg(constructor=str, metavar="SPEC")] = "mlp(widths=(80, 60))"
+    model: Annotated[str | Model, typed()] = "mlp(widths=(80, 60))"
     """logistic, mlp(widths=(80, 60), activation=elu), cnn, vgg11"""
     batch: int = 40
     """samples in a minibatch"""

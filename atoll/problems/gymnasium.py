@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from ..errors import AtollError, require
 from ..machine import cores
 from ..rl.objective import BASELINES, Baseline, Objective
 from ..rl.policies import POLICIES, Categorical, Policy
-from ..settings import parse_spec, spec
+from ..settings import parse_spec, spec, typed
 from .base import Own, ProblemSettings
 from .reinforcement import ReinforcementProblem, check_experience
 
@@ -51,18 +50,18 @@ WORKERS: dict[str, type[Workers]] = {"threads": Threads, "processes": Processes}
 class Gym(ProblemSettings):
     """Your own Gymnasium environments, a task for each client."""
 
-    make: Annotated[str | Make, tyro.conf.arg(constructor=str, metavar="MODULE:FUNCTION")]
+    make: Annotated[str | Make, typed("MODULE:FUNCTION")]
     """makes an environment of a task: a function, or where it can be imported from, package.module:function"""
     # A plain list, not list[Any]: plain types are what config.json is checked against.
-    tasks: Annotated[str | DrawTask | list, tyro.conf.arg(constructor=str, metavar="MODULE:FUNCTION")]  # type: ignore[type-arg]
+    tasks: Annotated[str | DrawTask | list, typed("MODULE:FUNCTION")]  # type: ignore[type-arg]
     """a list of what JSON can hold, client i has number i; or what draws one with a numpy.random.Generator"""
     episodes: int = 20
     """episodes in a batch of experience"""
     horizon: int = 200
     """steps of an episode at most"""
-    policy: Annotated[str | Policy | None, tyro.conf.arg(constructor=str, metavar="SPEC")] = None
+    policy: Annotated[str | Policy | None, typed()] = None
     """gaussian(widths=(100, 100)) for Box actions, categorical(...) for Discrete ones (default: what fits)"""
-    baseline: Annotated[str | Baseline, tyro.conf.arg(constructor=str, metavar="SPEC")] = "linear"
+    baseline: Annotated[str | Baseline, typed()] = "linear"
     """what predicts returns: linear, network(widths=(32, 32)) or none; fitted by each client on its batch"""
     objective: Objective = dataclasses.field(default_factory=Objective)
     batches: int = 1

@@ -5,13 +5,12 @@ import math
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
-import tyro
 
 from ..errors import require, unknown
 from ..rl.bodies import DYNAMICS, TASKS, Dynamics, World
 from ..rl.objective import BASELINES, Baseline, Objective
 from ..rl.policies import POLICIES, Gaussian, Policy
-from ..settings import parse_spec, spec
+from ..settings import parse_spec, spec, typed
 from .base import Own, ProblemSettings
 from .reinforcement import ReinforcementProblem, Sampler, check_experience
 
@@ -37,9 +36,9 @@ class Locomotion(ProblemSettings):
     """share of the controls' range that an action of 1 takes; the policy's deviation of 1 at first is then as large"""
     speeds: tuple[float, float] | None = None
     """speeds to run at are drawn between these (default: 0 to 2 for the cheetah, 0 to 3 for the ant)"""
-    policy: Annotated[str | Policy, tyro.conf.arg(constructor=str, metavar="SPEC")] = "gaussian(widths=(100, 100))"
+    policy: Annotated[str | Policy, typed()] = "gaussian(widths=(100, 100))"
     """gaussian(widths=(100, 100), activation=relu, std=1.0)"""
-    baseline: Annotated[str | Baseline, tyro.conf.arg(constructor=str, metavar="SPEC")] = "linear"
+    baseline: Annotated[str | Baseline, typed()] = "linear"
     """what predicts returns: linear, network(widths=(32, 32)) or none; fitted by each client on its batch"""
     objective: Objective = dataclasses.field(default_factory=Objective)
     sampler: Literal["native", "warp"] = "native"

@@ -6,11 +6,10 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 
 from ..errors import AtollError
 from ..problems.base import Params
-from ..settings import parse_spec, spec
+from ..settings import parse_spec, spec, typed
 from .fair import QFFL, Agnostic
 from .impact import FedDrl
 from .optimizers import OPTIMIZERS, Optimizer
@@ -53,12 +52,12 @@ class Outcome(NamedTuple):
 class Server:
     """Weights x optimiser x privacy, as written in a recipe."""
 
-    weighting: Annotated[str | Weighting, tyro.conf.arg(constructor=str, metavar="SPEC")] = "uniform"
+    weighting: Annotated[str | Weighting, typed()] = "uniform"
     """how much each client counts: uniform, samples; learned: feddrl; fair: q-ffl(q=1.0), agnostic(rate=0.01);
     robust: median, trimmed-mean(share=0.1), krum(malicious=1), multi-krum, geometric-median"""
-    optimizer: Annotated[str | Optimizer, tyro.conf.arg(constructor=str, metavar="SPEC")] = "sgd(rate=1.0)"
+    optimizer: Annotated[str | Optimizer, typed()] = "sgd(rate=1.0)"
     """sgd(1.0), momentum, adam(0.001), yogi, adagrad or adam-as-printed"""
-    privacy: Annotated[str | Privacy | None, tyro.conf.arg(constructor=str, metavar="SPEC")] = None
+    privacy: Annotated[str | Privacy | None, typed()] = None
     """differential privacy: central(clip=1.0, noise=1.0) or local(clip=1.0, noise=1.0)"""
 
     def config(self) -> dict[str, Any]:
