@@ -379,8 +379,8 @@ class Run:
     def rate(self, rate: float | None = None) -> Rate:
         """Sizes of adaptation steps: as given, as the evaluation says, or the algorithm's own."""
         evaluation = self.federation.evaluation
-        rates = (rate, evaluation.rate, self.federation.algorithm.adaptation_rate)
-        return Rate(next(value for value in rates if value is not None), evaluation.later)
+        given = evaluation.rate if rate is None else rate
+        return Rate(self.federation.algorithm.adaptation_rate if given is None else given, evaluation.later)
 
     def own(self, clients: np.ndarray) -> Params:
         """What `clients` [C] keep, [C, ...]; None if this algorithm's clients keep nothing."""

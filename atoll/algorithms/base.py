@@ -59,7 +59,7 @@ def gathering_keys(keys: jax.Array, tag: jax.Array | int) -> jax.Array:
 
 
 class Algorithm:
-    """Base of all algorithms. A subclass must have `learn`; the rest has sensible defaults."""
+    """Base of all algorithms. A subclass must have `learn` and `adaptation_rate`; the rest has sensible defaults."""
 
     pooled = False  # True: trains on everybody's data in one place
     gatherings: tuple[Purpose, ...] = ("train",)  # what a client gathers in a round, one after another
