@@ -550,13 +550,15 @@ def _round_tracker(progress: Progress, label: str, rounds: int, done: int) -> Wa
 
 
 def figures(record: Record) -> str:
-    """The scores that matter in an evaluation's record, in one line."""
+    """The scores that matter in an evaluation's record, before and after each step, in one line."""
     parts = []
     for group, scores in record["evaluation"].items():
         score = main_score(scores)
         values = scores[score] if isinstance(scores[score], list) else [scores[score]]
         shown = ["none" if v is None else f"{100 * v:.1f}%" if score == "accuracy" else f"{v:.4g}" for v in values]
-        parts.append(f"{group} {score} {' → '.join([shown[0], *shown[-1:]] if len(shown) > 1 else shown)}")
+        if len(shown) > 4:
+            shown[2:-1] = ["…"]
+        parts.append(f"{group} {score} {' → '.join(shown)}")
     return ", ".join(parts)
 
 

@@ -44,6 +44,11 @@ def test_version_overview_and_list(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in listed
 
 
+def test_an_evaluation_is_shown_step_by_step() -> None:
+    record = {"seen": {"return": [1.0, 2.0, 3.0, 4.0]}, "new": {"return": [1.0, 2.0, 3.0, 4.0, 5.5]}}
+    assert cli.figures({"evaluation": record}) == "seen return 1 → 2 → 3 → 4, new return 1 → 2 → … → 5.5"
+
+
 def test_help_shows_defaults_as_one_would_type_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["run", "feddrl/mnist-ce", "--help"])
