@@ -193,12 +193,14 @@ def _first_stage(options: _StartOptions, directory: Path, engine: LocalEngine) -
 
 
 def resume_command(arguments: list[str]) -> int:
-    """Continue a run, bit-identically: atoll resume DIR [--rounds N]."""
+    """Continue a run, bit-identically: atoll resume DIR [--rounds N] [--sampler native]."""
 
     @dataclasses.dataclass(frozen=True)
     class Options:
         rounds: int | None = None
         """train up to this round (default: what the run was started with)"""
+        sampler: str | None = None
+        """who moves bodies from here on, native or warp, where the run goes on with or without a GPU"""
         how: Annotated[How, tyro.conf.arg(name="")] = dataclasses.field(default_factory=How)
         together: Annotated[Together, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Together)
 
@@ -210,7 +212,7 @@ def resume_command(arguments: list[str]) -> int:
     if isinstance(others, Peer):
         return _follow(others, options.how.devices)
     _check_run(directory)
-    run = Run.resume(directory, options.rounds, _engine(options.how.devices, others))
+    run = Run.resume(directory, options.rounds, _engine(options.how.devices, others), options.sampler)
     if not run.begun and (Path(directory) / AGENT).exists():  # stopped before its first checkpoint
         install(run, load_mind(Path(directory) / AGENT, run.federation))
     if run.round >= run.federation.rounds:
@@ -333,7 +335,7 @@ def demo_command(arguments: list[str]) -> int:
 
 
 def film_command(arguments: list[str]) -> int:
-    """A film of one shared policy and of two clients' own: atoll film DIR [--steps N] [--out FILE.gif]."""
+    """A film of one shared policy and of two clients' own: atoll film DIR [--steps N] [--out FILE] [--sampler NAME]."""
     from .report.film import film
 
     directory, rest = positional(arguments, "a run's directory")
@@ -341,16 +343,13 @@ def film_command(arguments: list[str]) -> int:
         return film_vertical(directory, rest)
     out, rest = option(rest, "--out")
     steps, rest = option(rest, "--steps")
+    sampler, rest = option(rest, "--sampler")
     if rest:
-        raise unknown("option", rest[0], ["--out", "--steps"])
+        raise unknown("option", rest[0], ["--out", "--steps", "--sampler"])
     if steps is not None and not steps.isdigit():
         raise AtollError(f"--steps is {steps}; give a number of adaptation steps")
     _check_run(directory)
-    run = Run.resume(directory)
-    try:
-        print(film(run, Path(out or f"{directory}/film.gif"), int(steps or 1)))
-    finally:
-        run.close()
+    print(film(Run.view(directory, sampler), Path(out or f"{directory}/film.gif"), int(steps or 1)))
     return 0
 
 

@@ -26,8 +26,8 @@ from .engines.local import (
     draw_cohort,
     init_params,
 )
-from .errors import require
-from .problems import PROBLEMS
+from .errors import AtollError, require
+from .problems import PROBLEMS, Locomotion
 from .problems.base import Params, Problem, ProblemSettings
 from .runs import RunFiles, main_score
 from .server import Server
@@ -205,18 +205,33 @@ class Run:
         self.work = Work(training, f.algorithm, f.seed, faults)
 
     @staticmethod
-    def resume(directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None) -> "Run":
-        """The run in `directory` as its newest whole checkpoint left it, to go on to `rounds`."""
-        path = Path(directory)
-        federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
+    def resume(
+        directory: str | Path, rounds: int | None = None, engine: LocalEngine | None = None, sampler: str | None = None
+    ) -> "Run":
+        """The run in `directory` as its newest whole checkpoint left it, to go on to `rounds` (with `sampler`)."""
+        federation = _read(Path(directory), sampler)
         if rounds is not None:
             federation = dataclasses.replace(federation, rounds=rounds)
         run = Run(federation, engine or LocalEngine.of())
-        run.reopen(path)
+        run.reopen(Path(directory))
+        return run
+
+    @staticmethod
+    def view(directory: str | Path, sampler: str | None = None) -> "Run":
+        """The run in `directory` as its newest whole checkpoint left it, to be looked at; its settings stay."""
+        run = Run(_read(Path(directory), sampler), LocalEngine.of())
+        run._restore(Path(directory))
+        run.close()
+        run.files = None
         return run
 
     def reopen(self, path: Path) -> None:
         """Log and checkpoint in `path`, where a run of these settings is, and go on from its newest checkpoint."""
+        self._restore(path)
+        assert self.files
+        self.files.write_config({"federation": self.federation.config()})
+
+    def _restore(self, path: Path) -> None:
         self.files = RunFiles(path)
         try:
             restored = self.files.restore(self.state, self.store)
@@ -225,7 +240,6 @@ class Run:
                 f"{path} has trained to round {restored and restored[0]}, but rounds is {self.federation.rounds}; "
                 "ask for as many or more, or name another directory",
             )
-            self.files.write_config({"federation": self.federation.config()})
         except BaseException:
             self.close()
             raise
@@ -427,6 +441,19 @@ def train(
             if last or stop.is_set() or first.round % checkpoint_every == 0:
                 checkpoint()
     return stop.is_set()
+
+
+def _read(path: Path, sampler: str | None) -> Federation:
+    """The settings of the run in `path`, whose bodies another `sampler` may move."""
+    federation = Federation.from_config(RunFiles.read_config(path).get("federation"))
+    problem = federation.problem
+    if sampler is None:
+        return federation
+    if not isinstance(problem, Locomotion):
+        kind = type(problem).__name__.lower()
+        raise AtollError(f"sampler is {sampler}, but {path} is about {kind}, which has no sampler; leave it out")
+    moved = dataclasses.replace(problem, sampler=sampler)  # type: ignore[arg-type]  # which it checks
+    return dataclasses.replace(federation, problem=moved)
 
 
 def _fairness(tables: dict[str, np.ndarray]) -> Record:

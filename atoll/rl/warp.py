@@ -159,7 +159,7 @@ def _warp() -> tuple[Any, Any]:
     if missing:
         raise AtollError(
             f"sampler warp needs {' and '.join(missing)}; install them by `pip install 'atoll[gpu]'`,"
-            " or use sampler native"
+            " or use sampler native (for a run that exists: --sampler native)"
         )
     warp = importlib.import_module("warp")
     warp.config.log_level = warp.LOG_WARNING  # it reports every kernel that it compiles
@@ -170,7 +170,7 @@ def _need_gpu() -> None:
     if jax.default_backend() != "gpu":
         raise AtollError(
             f"sampler warp needs an NVIDIA GPU, and JAX found {jax.default_backend()} only; `pip install 'atoll[gpu]'`"
-            " on a machine that has one, or use sampler native"
+            " on a machine that has one, or use sampler native (for a run that exists: --sampler native)"
         )
 
 
