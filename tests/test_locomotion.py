@@ -177,6 +177,8 @@ def test_an_ant_counts_until_it_falls_and_the_step_that_ends_it_still_does() -> 
     last = np.take_along_axis(rollout.reward, lengths[..., None].astype(int) - 1, -1)
     assert (last != 0).all()
     assert not rollout.reward[rollout.alive == 0].any()
+    over = rollout.alive[..., :-1] == 0
+    np.testing.assert_array_equal(rollout.obs[..., 1:, :][over], rollout.obs[..., :-1, :][over])  # it lies still
 
 
 def _fresh(world: World, policies: int) -> Any:
