@@ -49,11 +49,23 @@ def test_an_evaluation_is_shown_step_by_step() -> None:
     assert cli.figures({"evaluation": record}) == "seen return 1 → 2 → 3 → 4, new return 1 → 2 → … → 5.5"
 
 
-def test_help_shows_defaults_as_one_would_type_them(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "defaults"),
+    [
+        (
+            "feddrl/mnist-ce",
+            ["mnist", "\"clustered-equal(paper='mnist', mixed=True)\"", "cnn", "feddrl", '"sgd(rate=1.0)"'],
+        ),
+        ("fmrl/cheetah-dir", ["cheetah-dir", "linear", '"adam(rate=0.0005, b1=0.9, b2=0.999, eps=1e-08)"']),
+    ],
+)
+def test_help_shows_defaults_as_one_would_type_them(
+    recipe: str, defaults: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["run", "feddrl/mnist-ce", "--help"])
+        cli.main(["run", recipe, "--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for default in ("mnist", "\"clustered-equal(paper='mnist', mixed=True)\"", "cnn", "feddrl", '"sgd(rate=1.0)"'):
+    for default in defaults:
         assert f"(default: {default})" in words
 
 

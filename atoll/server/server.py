@@ -82,7 +82,7 @@ class Server:
 
 def FedAdam(rate: float = 0.001, weighting: str | Weighting = "uniform") -> Server:
     """A server with Adam on the mean update."""
-    return Server(weighting, OPTIMIZERS["adam"](rate))  # type: ignore[call-arg]
+    return Server(weighting, spec(OPTIMIZERS, OPTIMIZERS["adam"](rate)))  # type: ignore[call-arg]
 
 
 @jax.tree_util.register_dataclass
