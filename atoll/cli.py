@@ -63,7 +63,7 @@ class How:
     """On what a run runs."""
 
     devices: int | None = None
-    """devices to spread a cohort over (default: all GPUs, or all CPU cores); changes no number"""
+    """devices to spread a cohort over, which changes no number; None: all GPUs, or all CPU cores"""
     checkpoint_every: int = 1
     """rounds between checkpoints"""
 
@@ -79,7 +79,7 @@ class Where(How):
     """Where a run is kept and on what it runs."""
 
     name: str | None = None
-    """name of the run (default: the recipe's with a number)"""
+    """name of the run; None: the recipe's with a number"""
     runs_dir: Path = Path("runs")
     """folder of all runs"""
 
@@ -198,7 +198,7 @@ def resume_command(arguments: list[str]) -> int:
     @dataclasses.dataclass(frozen=True)
     class Options:
         rounds: int | None = None
-        """train up to this round (default: what the run was started with)"""
+        """train up to this round; None: what the run was started with"""
         sampler: str | None = None
         """who moves bodies from here on, native or warp, where the run goes on with or without a GPU"""
         how: Annotated[How, tyro.conf.arg(name="")] = dataclasses.field(default_factory=How)

@@ -115,7 +115,7 @@ class Limits:
     """How much of its privacy a client gives away in all, over all runs of its folder."""
 
     epsilon: float | None = None
-    """take part under local privacy only, and no longer once this epsilon is spent (default: as the server says)"""
+    """take part under local privacy only, and no longer once this epsilon is spent; None: as the server says"""
     delta: float = 1e-5
     """the delta of this epsilon"""
     share_scores: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -180,19 +180,19 @@ class PersonalOptions:
     client_dir: Path
     """the folder that `atoll join` made"""
     steps: int | None = None
-    """adaptation steps (default: those of the federation's evaluations)"""
+    """adaptation steps; None: those of the federation's evaluations"""
     rate: float | None = None
-    """size of an adaptation step (default: as in the federation's evaluations)"""
+    """size of an adaptation step; None: as in the federation's evaluations"""
     data: str | None = None
-    """the client's data, as for `atoll join` (default: what it joined with)"""
+    """the client's data, as for `atoll join`; None: what it joined with"""
     test_fraction: float | None = None
     """as for `atoll join`"""
     task: str | None = None
-    """the client's task, as for `atoll join` (default: what it joined with)"""
+    """the client's task, as for `atoll join`; None: what it joined with"""
     run: str | None = None
-    """name of a folder in the client's, if it has taken part in several runs (default: the newest)"""
+    """name of a folder in the client's, if it has taken part in several runs; None: the newest"""
     out: Path | None = None
-    """file for the model (default: personal.npz in the run's folder)"""
+    """file for the model; None: personal.npz in the run's folder"""
 
     def __post_init__(self) -> None:
         require(self.steps is None or self.steps >= 0, f"steps is {self.steps}; it must be 0 or more")

@@ -87,7 +87,7 @@ class ServeOptions:
     """neither encryption nor keys: anybody can read along and take part"""
     terms: Annotated[Terms, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Terms)
     name: str | None = None
-    """name of the run; one that exists goes on (default: the recipe's with a number)"""
+    """name of the run; one that exists goes on; None: the recipe's with a number"""
     runs_dir: Path = Path("runs")
     """folder of all runs"""
 
@@ -99,16 +99,16 @@ class JoinOptions:
     client_id: int
     """the client's id, as the server knows it"""
     data: str | None = None
-    """the client's own data, an .npz with x, y, x_test, y_test or a folder that holds it (default: by id)"""
+    """the client's own data, an .npz with x, y, x_test, y_test or a folder that holds it; None: by id"""
     test_fraction: float | None = None
     """of data without x_test and y_test, the share that is held out"""
     task: str | None = None
-    """the client's own task: forward or backward, a speed, or JSON for a Gymnasium environment (default: by id)"""
+    """the client's own task: forward or backward, a speed, or JSON for a Gymnasium environment; None: by id"""
     limits: Annotated[Limits, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Limits)
     certs: Path | None = None
-    """the client's folder that `atoll certs` made (default: certs/client-ID)"""
+    """the client's folder that `atoll certs` made; None: certs/client-ID"""
     client_dir: Path | None = None
-    """what the client keeps for itself (default: client-ID)"""
+    """what the client keeps for itself; None: client-ID"""
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """neither encryption nor keys, for a server started the same way"""
 

@@ -50,7 +50,7 @@ class Evaluation:
     steps: int = 1
     """adaptation steps"""
     rate: float | None = None
-    """size of an adaptation step (default: the algorithm's own)"""
+    """size of an adaptation step; None: the algorithm's own"""
     later: float = 1.0
     """what steps after the first are multiplied by"""
     clients: int = 1000
@@ -80,7 +80,7 @@ class Federation:
     seed: int = 0
     """seed of everything: partition (unless it has its own), initial model, cohorts, batches"""
     partition_seed: int | None = None
-    """seed of who holds what data or has what task, to change the others alone (default: seed)"""
+    """seed of who holds what data or has what task, to change the others alone; None: seed"""
     new_clients: int = 0
     """further clients that training never sees; evaluated beside the others"""
     dropout: float = 0.0

@@ -21,7 +21,7 @@ class Recipe:
     federation: Federation
     rivals: dict[str, Algorithm]
     rivals_server: Server | None = None
-    """what the other algorithms' servers do (default: the federation's)"""
+    """what the other algorithms' servers do; None: the federation's"""
 
     def with_algorithm(self, name: str) -> Federation:
         """The federation with the algorithm `name`, as the recipe sets it or with its defaults."""

@@ -119,11 +119,11 @@ class Item(Shown):
     """SingleSet, FedAvg, FedProx, FedDRL, or weightings as "feddrl(batch=16)" (default: those of the paper's item);
     "two-stage FedDRL" has an agent that was trained with the experience of two runs of its own before"""
     seeds: int | None = None
-    """number of seeds (default: the scale's)"""
+    """number of seeds; None: the scale's"""
     rounds: int | None = None
-    """rounds of training (default: the scale's)"""
+    """rounds of training; None: the scale's"""
     together: int | None = None
-    """runs trained as one batch (default: 40 on a GPU; on a CPU runs go side by side, one on each core)"""
+    """runs trained as one batch; None: 40 on a GPU; on a CPU runs go side by side, one on each core"""
     out: Path = Path("runs/reproduce")
     """folder of the results"""
 

@@ -65,15 +65,15 @@ class Item(Shown):
     methods: tuple[str, ...] = tuple(METHODS)
     """of a comparison of methods: which"""
     seeds: int | None = None
-    """number of seeds (default: the scale's)"""
+    """number of seeds; None: the scale's"""
     rounds: int | None = None
-    """rounds of training (default: the scale's)"""
+    """rounds of training; None: the scale's"""
     dynamics: Dynamics | None = None
-    """gym or rllab (default: gym at paper scale, rllab, five times faster, at quick scale)"""
+    """gym or rllab; None: gym at paper scale, rllab, five times faster, at quick scale"""
     reach: float | None = None
-    """share of the controls' range that an action of 1 takes (default: the recipe's, docs/fmrl.md)"""
+    """share of the controls' range that an action of 1 takes; None: the recipe's, docs/fmrl.md"""
     together: int | None = None
-    """runs trained as one batch (default: 25 on a GPU, 1 on a CPU, where they would not be faster)"""
+    """runs trained as one batch; None: 25 on a GPU, 1 on a CPU, where they would not be faster"""
     out: Path = Path("runs/reproduce")
     """folder of the results"""
 

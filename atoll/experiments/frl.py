@@ -117,9 +117,9 @@ class Item(Shown):
     methods: tuple[MethodName, ...] = ()
     """which (default: the item's)"""
     epochs: int | None = None
-    """epochs at most (default: the scale's)"""
+    """epochs at most; None: the scale's"""
     together: int | None = None
-    """runs trained as one program (default: 32 on a GPU; on a CPU runs go side by side, one on each core)"""
+    """runs trained as one program; None: 32 on a GPU; on a CPU runs go side by side, one on each core"""
     checkpoint: float = 60.0
     """seconds between checkpoints"""
     out: Path = Path("runs/reproduce")
@@ -306,7 +306,7 @@ class GridItem(Item):
     """Settings of items about the grid world."""
 
     seeds: int | None = None
-    """number of seeds (default: 5 at paper scale, 2 at quick scale)"""
+    """number of seeds; None: 5 at paper scale, 2 at quick scale"""
     sizes: tuple[int, ...] = ()
     """which of 8, 16, 32 (default: all at paper scale, 8 at quick scale)"""
     settings: tuple[Setting, ...] = get_args(Setting)
@@ -362,7 +362,7 @@ class TextItem(Item):
     """Settings of items about Text2Action."""
 
     folds: int | None = None
-    """folds that are scored (default: all 10 at paper scale, 2 at quick scale)"""
+    """folds that are scored; None: all 10 at paper scale, 2 at quick scale"""
     data: tuple[str, ...] = ()
     """whs, ct, whg (default: all), or files of texts; at quick scale the sample that comes with Atoll"""
     settings: tuple[Selection, ...] = ("validation",)

@@ -45,13 +45,13 @@ class Table1:
     scale: Literal["quick", "paper"] = "quick"
     """paper: 1,000 rounds and 5 seeds; quick: 100 rounds and 2 seeds"""
     seeds: int | None = None
-    """number of seeds (default: the scale's)"""
+    """number of seeds; None: the scale's"""
     scaling: Literal["unit", "standard", "both"] = "both"
     """inputs in [0, 1], with mean 0 and deviation 1, or one table each"""
     out: Path = Path("runs/reproduce")
     """folder of the results"""
     jobs: int | None = None
-    """runs side by side (default: one per CPU core; 1 on a GPU)"""
+    """runs side by side; None: one per CPU core; 1 on a GPU"""
 
     def __post_init__(self) -> None:
         check_counts(jobs=self.jobs, seeds=self.seeds)

@@ -60,14 +60,14 @@ class Gym(ProblemSettings):
     horizon: int = 200
     """steps of an episode at most"""
     policy: Annotated[str | Policy | None, typed()] = None
-    """gaussian(widths=(100, 100)) for Box actions, categorical(...) for Discrete ones (default: what fits)"""
+    """gaussian(widths=(100, 100)) for Box actions, categorical(...) for Discrete ones; None: what fits"""
     baseline: Annotated[str | Baseline, typed()] = "linear"
     """what predicts returns: linear, network(widths=(32, 32)) or none; fitted by each client on its batch"""
     objective: Objective = dataclasses.field(default_factory=Objective)
     batches: int = 1
     """batches a client gathers at a time to train on"""
     workers: int | str | None = None
-    """who plays: threads, processes, threads(4), processes(4); or just how many (default: one for each core), then
+    """who plays: threads, processes, threads(4), processes(4); or just how many (None: one for each core), then
     processes if they can import `make` and threads if not; changes no number"""
 
     poolable = False

@@ -35,7 +35,7 @@ class Locomotion(ProblemSettings):
     reach: float = 1.0
     """share of the controls' range that an action of 1 takes; the policy's deviation of 1 at first is then as large"""
     speeds: tuple[float, float] | None = None
-    """speeds to run at are drawn between these (default: 0 to 2 for the cheetah, 0 to 3 for the ant)"""
+    """speeds to run at are drawn between these; None: 0 to 2 for the cheetah, 0 to 3 for the ant"""
     policy: Annotated[str | Policy, typed()] = "gaussian(widths=(100, 100))"
     """gaussian(widths=(100, 100), activation=relu, std=1.0)"""
     baseline: Annotated[str | Baseline, typed()] = "linear"

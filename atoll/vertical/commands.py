@@ -29,7 +29,7 @@ class Keep:
     """Where a run is kept."""
 
     name: str | None = None
-    """name of the run (default: the recipe's with a number)"""
+    """name of the run; None: the recipe's with a number"""
     runs_dir: Path = Path("runs")
     """folder of all runs"""
     checkpoint_every: int = 1
@@ -76,9 +76,9 @@ def resume_vertical(directory: str, rest: list[str]) -> int:
     @dataclasses.dataclass(frozen=True)
     class Options:
         epochs: int | None = None
-        """train up to this epoch (default: what the run was started with)"""
+        """train up to this epoch; None: what the run was started with"""
         patience: int | None = None
-        """stop after so many epochs in which validation got no better (default: what the run was started with)"""
+        """stop after so many epochs in which validation got no better; None: what the run was started with"""
         checkpoint_every: int = 1
         """epochs between checkpoints"""
 

@@ -34,11 +34,11 @@ class ServeOptions:
     listen: str = "127.0.0.1:9500"
     """address and port for the lead; 0.0.0.0:9500 listens on all networks"""
     certs: Path | None = None
-    """the party's folder that `atoll certs` made (default: certs/party-N)"""
+    """the party's folder that `atoll certs` made; None: certs/party-N"""
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """neither encryption nor certificates: anybody can read along and lead"""
     party_dir: Path | None = None
-    """what the party keeps for itself (default: party-N)"""
+    """what the party keeps for itself; None: party-N"""
     repeatable: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """first weights and noise from the run's seed, as in `atoll run`: others, who know it, can take the noise off"""
     least_noise: float = 0.0
@@ -63,7 +63,7 @@ class LeadOptions:
     checkpoint_every: int = 200
     """joint steps between checkpoints, the lead's and the parties'"""
     name: str | None = None
-    """name of the run; one that exists goes on (default: the recipe's with a number)"""
+    """name of the run; one that exists goes on; None: the recipe's with a number"""
     runs_dir: Path = Path("runs")
     """folder of all runs"""
 
