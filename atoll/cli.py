@@ -49,7 +49,7 @@ from .terminal import (
     positional,
     progress_bar,
     run_folder,
-    stage_tracker,
+    stages,
 )
 from .version import __version__
 from .vertical.commands import film_vertical, is_vertical, resume_vertical, run_vertical
@@ -400,8 +400,8 @@ def reproduce_command(arguments: list[str]) -> int:
     if name not in EXPERIMENTS:
         raise unknown("item", name, EXPERIMENTS)
     options = parse(EXPERIMENTS[name], EXPERIMENTS[name](), rest, f"atoll reproduce {name}")
-    with progress_bar() as progress:
-        finished = options.reproduce(stage_tracker(progress))
+    with stages() as track:
+        finished = options.reproduce(track)
     if not finished:
         console.print("stopped; the same command goes on from here")
         return INTERRUPTED

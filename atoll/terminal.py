@@ -1,6 +1,7 @@
 """What all commands share: the terminal, and how words on it are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,13 +111,19 @@ def progress_bar() -> Progress:
     )
 
 
-def stage_tracker(progress: Progress) -> Callable[[int, int, str], None]:
-    """Shows how many runs of many are done."""
-    task = progress.add_task("runs", total=None, figures="")
+@contextmanager
+def stages() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar for many runs, moved by calls with how many of how many are done; hidden where none could begin."""
+    with progress_bar() as progress:
+        task = progress.add_task("runs", total=None, figures="")
 
-    def watch(done: int, total: int, text: str) -> None:
-        progress.update(task, completed=done, total=total, figures=text)
-        if not console.is_terminal:
-            console.print(f"{done}/{total} {text}")
+        def watch(done: int, total: int, text: str) -> None:
+            progress.update(task, completed=done, total=total, figures=text)
+            if not console.is_terminal:
+                console.print(f"{done}/{total} {text}")
 
-    return watch
+        try:
+            yield watch
+        except AtollError:
+            progress.update(task, visible=progress.tasks[task].total is not None)
+            raise

@@ -11,6 +11,7 @@ import pytest
 import atoll
 from atoll.experiments import fmrl
 from atoll.runs import read_lines
+from atoll.server.accounting import DELTA, spent
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +99,18 @@ def test_every_item_knows_its_federations() -> None:
             for federation in variants.values():
                 content = json.loads(json.dumps(federation.config()))
                 assert atoll.Federation.from_config(content).config() == content
+
+
+def test_privacy_costs_less_noise_among_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # at the sizes that users have
+    few, many = (fmrl.PrivacyCurve(clients=n, cohort=8, rounds=3) for n in (20, 2000))
+    assert len({item.folder for item in (few, many, fmrl.PrivacyCurve())}) == 3
+    noises = []
+    for item, clients in ((few, 20), (many, 2000)):
+        found = item.variants("cheetah-dir")
+        assert all((f.clients, f.cohort) == (clients, 8) for f in found.values())
+        privacy = found["epsilon 4"].server.build().privacy
+        assert privacy is not None
+        assert spent(privacy, 3, clients, 8, DELTA) == pytest.approx(4.0, rel=1e-3)
+        noises.append(privacy.noise)  # type: ignore[attr-defined]
+    assert noises[1] < noises[0]

@@ -29,6 +29,7 @@ from .show import Shown, band, finish, header, row, shown
 
 METHODS = {"FMRL": "meta", "pFedMe": "pfedme", "FedAvg": "fedavg", "FedRep": "fedrep", "Ditto": "ditto"}
 _CLIP = 0.003  # about the size of an honest client's update
+_SCORED = 200  # clients at most whose policies are scored at the end: all of the paper's
 
 # The paper's Table 1: mean return on all clients after 0, 1, 2, 3 steps.
 PAPER: dict[str, dict[str, tuple[float, ...]]] = {
@@ -96,10 +97,14 @@ class Item(Shown):
         return self.kind
 
     @property
+    def apart(self) -> tuple[str | None, ...]:
+        """Settings that set results apart from others of the item, as far as they are given."""
+        return self.dynamics, f"reach{self.reach}" if self.reach else None
+
+    @property
     def folder(self) -> Path:
         """Where this item's results are."""
-        reach = f"reach{self.reach}" if self.reach else None
-        return self.out / "-".join(filter(None, ("fmrl", self.runs, self.scale, self.dynamics, reach)))
+        return self.out / "-".join(filter(None, ("fmrl", self.runs, self.scale, *self.apart)))
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """The federations to compare, by what tells them apart."""
@@ -280,8 +285,25 @@ class Orders(Item):
         }
 
 
+@dataclasses.dataclass(frozen=True)
 class PrivacyCurve(Item):
     """FMRL under differential privacy: return after one step against epsilon, at delta 1e-5."""
+
+    clients: int | None = None
+    """clients, among whom one hides the better the more they are; None: the scale's"""
+    cohort: int | None = None
+    """clients in a round, whose mean hides noise the better the more they are; None: the scale's"""
+
+    @property
+    def apart(self) -> tuple[str | None, ...]:
+        """Of other numbers of clients too."""
+        sizes = (self.clients and f"clients{self.clients}", self.cohort and f"cohort{self.cohort}")
+        return *super().apart, *sizes
+
+    def federation(self, environment: str, method: str = "FMRL", **changes: Any) -> Federation:
+        """With the item's numbers of clients."""
+        sizes = {name: value for name in ("clients", "cohort") if (value := getattr(self, name)) is not None}
+        return super().federation(environment, method, **sizes | changes)
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """Noise on the server that costs a wanted epsilon."""
@@ -326,12 +348,12 @@ def _figures(records: list[Record]) -> str:
 
 
 def _results(fleet: Fleet) -> list[Cell]:
-    """Curves and final scores on all clients of every run of a fleet.
+    """Curves and final scores on all clients (of many: the first) of every run of a fleet.
 
     Where clients report their losses, `selected` has the mean return of each round's clients after their inner step.
     """
     f = fleet.runs[0].federation
-    seen = [scores["return"] for scores in fleet.score(np.arange(f.clients), 3)]
+    seen = [scores["return"] for scores in fleet.score(np.arange(min(f.clients, _SCORED)), 3)]
     strangers = np.arange(f.clients, f.clients + f.new_clients)
     new = [scores["return"] for scores in fleet.score(strangers, 6)] if f.new_clients else None
     cells = []
