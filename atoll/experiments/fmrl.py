@@ -295,15 +295,19 @@ class PrivacyCurve(Item):
     """clients in a round, whose mean hides noise the better the more they are; None: the scale's"""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of clients that were given."""
+        given = {"clients": self.clients, "cohort": self.cohort}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def apart(self) -> tuple[str | None, ...]:
         """Of other numbers of clients too."""
-        sizes = (self.clients and f"clients{self.clients}", self.cohort and f"cohort{self.cohort}")
-        return *super().apart, *sizes
+        return *super().apart, *(f"{name}{value}" for name, value in self.sizes.items())
 
     def federation(self, environment: str, method: str = "FMRL", **changes: Any) -> Federation:
         """With the item's numbers of clients."""
-        sizes = {name: value for name in ("clients", "cohort") if (value := getattr(self, name)) is not None}
-        return super().federation(environment, method, **sizes | changes)
+        return super().federation(environment, method, **self.sizes | changes)
 
     def variants(self, environment: str) -> dict[str, Federation]:
         """Noise on the server that costs a wanted epsilon."""
