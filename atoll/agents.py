@@ -61,10 +61,11 @@ def load_mind(source: str | Path, federation: Federation) -> Mind:
         f"the agent in {file} decides about {inputs // 3} clients, but cohort is {federation.cohort}; "
         f"set --cohort {inputs // 3} or train another agent",
     )
-    if path.is_dir() and (path / "config.json").exists():
-        taught = weighting_of(Federation.from_config(RunFiles.read_config(path).get("federation")))
-        for name in ("slots", "variant"):
-            theirs, ours = getattr(taught, name), getattr(weighting, name)
+    home = _run_of(path)
+    taught = Federation.from_config(RunFiles.read_config(home).get("federation")).server.build() if home else None
+    if taught and isinstance(taught.weighting, FedDrl):
+        for name in ("slots", "variant", "limit"):
+            theirs, ours = getattr(taught.weighting, name), getattr(weighting, name)
             require(
                 theirs == ours,
                 f"the agent in {path} was trained with {name} {theirs}, but {name} is {ours}; "
@@ -79,6 +80,13 @@ def load_mind(source: str | Path, federation: Federation) -> Mind:
     return mind
 
 
+def _run_of(path: Path) -> Path | None:
+    """The run in which the agent at `path` learned, or one of the workers that taught it; None if it stands alone."""
+    home = path if path.is_dir() else path.parent
+    places = (home, home / "worker-1", home.parent)  # a run, a first stage, or a run's folder of checkpoints
+    return next((place for place in places if (place / "config.json").exists()), None)
+
+
 def save_mind(path: Path, mind: Mind) -> None:
     """Write what an agent knows."""
     save_part(path, _PART, mind)
@@ -87,7 +95,12 @@ def save_mind(path: Path, mind: Mind) -> None:
 def check_workers(federation: Federation, workers: int) -> None:
     """Raise an error unless `workers` runs of the federation are enough to train an agent."""
     require(workers >= 1, f"workers is {workers}; it takes at least 1 to collect experience")
-    weighting_of(federation)
+    memory = weighting_of(federation).replay
+    require(
+        workers * memory >= FEWEST,
+        f"replay is {memory}, so that {workers} workers remember {workers * memory} rounds, too few to train an agent; "
+        f"set it to at least {-(-FEWEST // workers)}",
+    )
     rounds, enough = federation.rounds, 1 - -FEWEST // workers  # of a worker's last round nothing is known yet
     require(
         rounds >= enough,

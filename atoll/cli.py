@@ -34,7 +34,7 @@ from .problems.data import DATASETS
 from .problems.models import MODELS
 from .problems.partition import PARTITIONS
 from .recipes import RECIPES, VERTICAL, recipe, with_budget
-from .runs import main_score
+from .runs import RunFiles, main_score
 from .server import OPTIMIZERS, WEIGHTINGS
 from .server.impact import Mind
 from .terminal import (
@@ -174,9 +174,11 @@ def run_command(arguments: list[str]) -> int:
         if mind is None:
             console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")
             return INTERRUPTED
+    if mind is not None and not (directory / "config.json").exists():  # a run that is there already is refused below
+        RunFiles.make_folder(directory)
+        save_mind(directory / AGENT, mind)  # before the config, which says that there is a run to resume
     run = options.federation.start(directory, engine)
     if mind is not None:
-        save_mind(directory / AGENT, mind)
         install(run, mind)
     console.print(f"{escape(str(directory))}: {describe(options.federation)}")
     return _train(run, options.where.checkpoint_every)
@@ -242,13 +244,16 @@ def compare_command(arguments: list[str]) -> int:
     unfit = [a for a in algorithms if a in ALGORITHMS and a not in fit]
     if unfit:
         raise AtollError(f"{unfit[0]} needs data that can be pooled, and clients of {name} have tasks; leave it out")
-    rivals = {algorithm: base.with_algorithm(algorithm).algorithm for algorithm in algorithms}
+    rivals = {algorithm: base.with_algorithm(algorithm) for algorithm in algorithms}
     # Flags speak of the recipe's own algorithm: --problem.batches is what it takes at a time, others in proportion.
     options = parse(_RunOptions, _RunOptions(base.federation), rest, f"atoll compare {name}")
     engine = _engine(options.where.devices)
     folder = run_folder(options.where.runs_dir, options.where.name, f"{name}-compared")
+    usual, asked = (dataclasses.asdict(f.server) for f in (base.federation, options.federation))
+    changes = {name: value for name, value in asked.items() if value != usual[name]}
     for algorithm, rival in rivals.items():
-        settings = with_budget(options.federation, rival)
+        server = dataclasses.replace(rival.server, **changes)
+        settings = dataclasses.replace(with_budget(options.federation, rival.algorithm), server=server)
         run = settings.start_or_resume(folder / algorithm, engine)
         if run.round < settings.rounds or not run.round:
             code = _train(run, options.where.checkpoint_every, algorithm, hint=False)

@@ -60,7 +60,7 @@ class Brings(NamedTuple):
         """In words."""
         own = self.read()
         if own.samples is not None:
-            held = "held out at random" if self.test_fraction else "in x_test"
+            held = "in x_test" if self.test_fraction is None else "held out at random"
             return f"{len(own.samples[1])} samples to train on, {len(own.samples[3])} {held}"
         return "nothing of its own" if own.task is None else f"the task {own.task!r}"
 

@@ -115,6 +115,7 @@ class Federation:
         """A run before its first round; with a `directory` it logs there."""
         config = {"federation": self.config()} if directory is not None else {}
         run = Run(self, engine or LocalEngine.of())  # bad settings must show before a directory is made
+        run.spent(rounds=1)
         if directory is not None:
             run.files = RunFiles.create(Path(directory), config)
         return run
@@ -177,7 +178,7 @@ class Federation:
 class Run:
     """A federation in training: the shared model, what clients keep, and the metrics so far."""
 
-    refusal = "their updates are not finite"  # why clients that answered may be left out
+    refusal = "their updates or losses are not finite or far too large"  # why clients that answered may be left out
 
     def __init__(self, federation: Federation, engine: LocalEngine, problem: Problem | None = None) -> None:
         """A `problem` stands in for the one that the settings describe."""
@@ -191,7 +192,7 @@ class Run:
         self.history: list[Record] = []
         self.interrupted = False
         self.restored = False
-        self.rule = f.server.build()
+        self.rule = dataclasses.replace(f.server.build(), kept=f.algorithm.keeps)
         faults = Faults(f.dropout, f.stragglers) if f.dropout or f.stragglers else None
         if problem is None:
             problem = f.problem.build(*f.dealt)
@@ -213,6 +214,7 @@ class Run:
         if rounds is not None:
             federation = dataclasses.replace(federation, rounds=rounds)
         run = Run(federation, engine or LocalEngine.of())
+        run.spent(rounds=1)
         run.reopen(Path(directory))
         return run
 
@@ -314,10 +316,10 @@ class Run:
         if report.notes:
             record["server"] = {name: _number(value) for name, value in report.notes.items()}
         if report.before is not None:
-            before = np.asarray(report.before)
+            before, after = (np.where(alive, np.asarray(losses), np.nan) for losses in (report.before, report.after))
             record["fairness"] = _spread(before[alive])
-            by_client = {"weights": report.weights, "losses": before, "losses_after": report.after}
-            record |= {"clients": clients.tolist()} | {n: _numbers(np.asarray(v)) for n, v in by_client.items()}
+            by_client = {"weights": np.asarray(report.weights), "losses": before, "losses_after": after}
+            record |= {"clients": clients.tolist()} | {name: _numbers(values) for name, values in by_client.items()}
         return record
 
     def evaluate(self) -> Record:
@@ -352,12 +354,21 @@ class Run:
             by_client[group] = {"clients": members.tolist()} | {n: _numbers(t) for n, t in tables.items()}
         if shared:
             record["evaluation"]["shared"] = {name: _number(value) for name, value in shared.items()}
-        if isinstance(self.rule.privacy, Central | Local):
-            epsilon = spent(self.rule.privacy, self.round, self.federation.clients, self.federation.cohort, DELTA)
+        epsilon = self.spent(self.round)
+        if epsilon is not None:
             record["privacy"] = {"noise": "seeded", "epsilon": _number(epsilon), "delta": DELTA}
         if self.files:
             self.files.log_clients(by_client)
         return record
+
+    def spent(self, rounds: int) -> float | None:
+        """The epsilon that so many rounds cost every client at the usual delta; None without privacy.
+
+        Whoever lacks the account's library learns it from here, before a round is trained.
+        """
+        if not isinstance(self.rule.privacy, Central | Local):
+            return None
+        return spent(self.rule.privacy, rounds, self._clients, self._cohort, DELTA)
 
     def shared_scores(self) -> dict[str, Any]:
         """Scores of the shared model on the test samples of all clients; none where there are no such samples."""

@@ -59,16 +59,21 @@ class RunFiles:
         taken = AtollError(f"{path} holds a run already; choose another --name, or continue it: atoll resume {path}")
         if (path / "config.json").exists():
             raise taken
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise AtollError(f"cannot create {path}: {error.strerror}; choose another --runs-dir") from error
+        RunFiles.make_folder(path)
         files = RunFiles(path)  # holds the lock: of two that start at once, the second sees the first one's config
         if (path / "config.json").exists():
             files.close()
             raise taken
         files.write_config(config)
         return files
+
+    @staticmethod
+    def make_folder(path: Path) -> None:
+        """Make the directory of a run."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AtollError(f"cannot create {path}: {error.strerror}; choose another --runs-dir") from error
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Say what this run is."""

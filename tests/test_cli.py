@@ -3,11 +3,12 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import atoll
-from atoll import cli
+from atoll import AtollError, cli
 from atoll.experiments.cells import interval, run_cells, verdict
 from atoll.experiments.per_fedavg import Table1
 from atoll.recipes import with_budget
@@ -95,6 +96,20 @@ def test_compare_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) ->
     assert Path("runs/both/meta/metrics.jsonl").read_text() == before
     assert cli.main([*command, "--seed", "1"]) == 2
     assert "runs/both/meta holds a run with other settings (seed); choose another" in capsys.readouterr().err
+
+
+def test_a_comparison_has_the_servers_that_the_recipe_gives_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, Any]] = []
+
+    def begin(self: atoll.Federation, *where: Any) -> None:
+        found.append(self.server.config())
+        raise AtollError("seen enough")
+
+    monkeypatch.setattr(atoll.Federation, "start_or_resume", begin)
+    for algorithm, weighting in (("fedavg", "feddrl"), ("fedprox", "samples")):
+        for flags, optimizer in (([], "sgd(rate=1.0)"), (["--server.optimizer", "adam(0.01)"], "adam(0.01)")):
+            assert cli.main(["compare", "feddrl/mnist-ce", "--algorithms", algorithm, *flags]) == 2
+            assert found.pop() == {"weighting": weighting, "optimizer": optimizer, "privacy": None}
 
 
 def test_all_algorithms_of_a_comparison_gather_as_much() -> None:

@@ -22,7 +22,7 @@ from atoll.engines.local import LocalEngine
 from atoll.engines.terms import Terms
 from atoll.problems.base import Own
 from atoll.problems.data import from_client
-from atoll.runs import load_part
+from atoll.runs import RunFiles, load_part
 from atoll.server.accounting import composed, spent
 from atoll.server.privacy import Central, Local
 from atoll.server.secret import longest, private_mean, released
@@ -282,3 +282,30 @@ def test_an_exported_app_is_one_that_flower_accepts_and_runs(
     (tmp_path / "taken" / "thesis.txt").write_text("")
     assert main([command[0], command[1], str(tmp_path / "taken")]) == 2
     assert "holds other files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weighting", ["median", "trimmed-mean", "geometric-median"])
+def test_robust_rules_move_the_model_though_clients_keep_their_losses(tmp_path: Path, weighting: str) -> None:
+    server = atoll.Server(weighting, privacy="local(clip=5.0, noise=0.01)")
+    run = _flower(_federation(server=server, clients=3, rounds=1), Loop(tmp_path, range(3)))
+    before = jax.device_get(run.params)
+    run.advance()
+    moved = [float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (run.params, before)), strict=True)]
+    assert max(moved) > 0.05
+
+
+def test_a_report_says_what_real_clients_have_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    federation = _federation(server=atoll.Server(privacy="central(clip=0.5, noise=4.0)"), clients=3, rounds=2)
+    run = _flower(federation, Loop(tmp_path / "clients", range(3)))
+    run.files = RunFiles.create(tmp_path / "run", {"federation": federation.config()})
+    run.advance()
+    run.close()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert f"epsilon {spent('central(0.5, 4.0)', 2, 3, 3, 1e-5):.3g} at delta 1e-05" in capsys.readouterr().out
+
+
+def test_a_part_of_nothing_cannot_be_held_out(tmp_path: Path) -> None:
+    data = _samples(tmp_path / "data", 0, x_test=None, y_test=None)
+    for share in (0.0, 1.5):
+        with pytest.raises(atoll.AtollError, match="test_fraction must lie between 0 and 1"):
+            from_client(data, share)

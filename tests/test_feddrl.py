@@ -13,7 +13,7 @@ from atoll import cli
 from atoll.agents import install, load_mind
 from atoll.errors import AtollError
 from atoll.experiments import feddrl, server_time
-from atoll.experiments.feddrl import Setting, best, lean, rounds_to, summary, thinned
+from atoll.experiments.feddrl import Setting, _plain, best, lean, rounds_to, summary, thinned
 from atoll.problems.data import Dataset
 from atoll.recipes import RECIPES, recipe
 from atoll.runs import read_lines
@@ -174,6 +174,32 @@ def test_figures_vary_one_setting_and_nothing_else() -> None:
     assert {(job.about["clients"], job.federation.rounds) for job in single} == {(10, 1000), (100, 100)}
 
 
+def test_a_figure_varies_the_main_group_of_clients_of_one_size() -> None:
+    for scale in ("quick", "paper"):
+        sizes = set()
+        for delta in (0.2, 0.6):
+            item = feddrl.Fig8(scale=scale, data=("mnist",))  # type: ignore[arg-type]
+            partition = item.federation(item.settings[0], "FedAvg", delta).problem.partition  # type: ignore[attr-defined]
+            assert partition.delta == delta
+            sizes.add(partition.counts(np.full(10, 6000), 100, np.random.default_rng(0)).sum(1).max())
+        assert len(sizes) == 1
+
+
+def test_singleset_has_as_many_epochs_as_the_others_at_any_scale() -> None:
+    for scale in ("quick", "paper"):
+        for job in feddrl.Table3(scale=scale).jobs().values():  # type: ignore[arg-type]
+            f, alone = job.federation, job.about["method"] == "SingleSet"
+            assert f.rounds * (1 if alone else f.cohort / f.clients) == (40 if scale == "quick" else 1000) * (
+                10 / job.about["clients"]
+            )
+
+
+def test_a_method_has_one_name_however_it_is_typed() -> None:
+    item = feddrl.Table3(methods=("feddrl(batch=16,reward=standard)", "FedAvg", "feddrl( batch=16 , reward=standard)"))
+    assert item.chosen.methods == ("feddrl(batch=16, reward=standard)", "FedAvg")
+    assert _plain("two-stage  feddrl(slots=alike)") == "two-stage feddrl(slots=alike)"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -227,6 +253,10 @@ def test_a_table_is_made_once_gone_on_with_and_remembered(tmp_path: Path) -> Non
     assert (folder / "table3.png").stat().st_size > 10_000
     said.clear()
     assert longer.reproduce(track)
+    assert said == []
+    with pytest.raises(AtollError, match="is of 2 rounds, but rounds is 1; ask for as many"):
+        item.reproduce(track)
+    assert longer.reproduce(track)  # nothing was lost
     assert said == []
 
 

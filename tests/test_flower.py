@@ -182,6 +182,7 @@ BAD: dict[str, tuple[Mischief, str]] = {
     "samples": (lambda reply: _with_answer(reply, samples=-1), "samples is -1"),
     "loss": (lambda reply: _with_answer(reply, loss="low"), "its loss is no float"),
     "empty": (lambda reply: _without_answer(reply), "no record"),
+    "absurd": (lambda reply: _with_answer(reply, loss=1e20), "its losses are not finite or far too large"),
     "diverged": (lambda reply: _with_answer(reply, alive=False), "did not stay finite"),
 }
 

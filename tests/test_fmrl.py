@@ -101,6 +101,22 @@ def test_every_item_knows_its_federations() -> None:
                 assert atoll.Federation.from_config(content).config() == content
 
 
+def test_seeds_that_were_scored_at_other_rounds_share_a_picture(tmp_path: Path) -> None:
+    short, long = [[0, 1.0, 2.0], [140, 3.0, 4.0], [200, 5.0, 6.0]], [[0, 3.0, 4.0], [150, 1.0, 1.0], [200, 7.0, 8.0]]
+    about = {"environment": "cheetah-dir", "label": "FMRL"}
+    cells = [about | {"seed": seed, "curve": curve} for seed, curve in enumerate((short, [*long, [250, 0.0, 0.0]]))]
+    before, after = fmrl.curves(cells, ("cheetah-dir",)).axes[0].get_lines()
+    for line, values in ((before, [2, 6]), (after, [3, 7])):
+        assert list(line.get_xdata()) == [0, 200]
+        assert list(line.get_ydata()) == values
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    for empty in ({"methods": ()}, {"environments": ()}):
+        with pytest.raises(atoll.AtollError, match="is empty; name at least one"):
+            fmrl.Table1(**empty)  # type: ignore[arg-type]
+
+
 def test_privacy_costs_less_noise_among_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # at the sizes that users have
     few, many = (fmrl.PrivacyCurve(clients=n, cohort=8, rounds=3) for n in (20, 2000))

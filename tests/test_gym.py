@@ -18,10 +18,18 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 import atoll
 from atoll.problems.gymnasium import import_path, load
 from atoll.problems.reinforcement import ReinforcementProblem, Returns
+from atoll.rl import gym_sampler
 
 _EPISODES, _HORIZON = 3, 6
 _ENGINE = atoll.LocalEngine.of(jax.local_devices()[:1])
 _POLICY = "gaussian(widths=(4,), activation=tanh)"
+
+
+class Speechless(Exception):
+    """One that cannot say what is wrong."""
+
+    def __str__(self) -> str:
+        raise TypeError("no words")
 
 
 class Line(gymnasium.Env[Any, Any]):
@@ -49,14 +57,21 @@ class Line(gymnasium.Env[Any, Any]):
         self.t, self.felt, self.at = self.t + 1, float(action[0]), self.at + 0.1 * float(action[0])
         if self.t == 2 and self.fail == "step":
             raise ValueError("fell over")
+        if self.t == 2 and self.fail == "speechless":
+            raise Speechless
         if self.t == 2 and self.fail == "exit":
             os._exit(3)
         reward = np.nan if self.fail == "reward" else -abs(self.at - self.goal)
-        return self._observe(), reward, self.t == self.ends, self.t == 50, {}
+        ended = np.array([False, True]) if self.fail == "ended" else self.t == self.ends
+        return self._observe(), reward, ended, self.t == 50, {}  # type: ignore[return-value]
 
     def _observe(self) -> np.ndarray:
         if self.t == 2 and self.fail == "shape":
             return np.zeros(2)
+        if self.t == 2 and self.fail == "ragged":
+            return [[1.0], [2.0, 3.0]]  # type: ignore[return-value]
+        if self.t == 2 and self.fail == "words":
+            return np.array([["left", "right"]])
         return np.array([[np.inf if self.t == 2 and self.fail == "observation" else self.at, self.felt]])
 
 
@@ -227,6 +242,10 @@ _TROUBLES = {
     "reward": "episode 0: the reward is not finite: nan",
     "observation": r"episode 0: the observation is not finite: \[inf, ",
     "shape": r"episode 0: an observation has shape \(2,\), its space says \(1, 2\)",
+    "ragged": r"episode 0: an observation does not fit its space Box.*inhomogeneous",
+    "words": r"episode 0: an observation does not fit its space Box.*could not convert",
+    "ended": "episode 0: step raised ValueError: The truth value of an array",
+    "speechless": r"episode 0: step raised Speechless \(test_gym.py",
 }
 
 
@@ -372,7 +391,32 @@ def test_import_paths_lead_back_to_the_function() -> None:
         _gym([0], make="make")
 
 
-@pytest.mark.parametrize("workers", ["fork", "threads(-1)", -1])
+@pytest.mark.parametrize("workers", ["fork", "threads(-1)", -1, 2.5])
 def test_workers_must_be_something_that_plays(workers: Any) -> None:
     with pytest.raises(atoll.AtollError, match="workers"):
         _gym([0], workers=workers)
+
+
+def test_tasks_must_be_several() -> None:
+    with pytest.raises(atoll.AtollError, match="tasks is 5; give a list of tasks"):
+        _gym(5)
+
+
+def test_an_interrupted_question_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _gym(_goals(3), workers="processes(1)").build(3, 0, 0)
+    expected = _collect(problem)
+    player = gym_sampler._crew("processes", 1)._players[0]
+    pipe = player._pipe  # type: ignore[attr-defined]
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(pipe, name)
+
+        def recv(self) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(player, "_pipe", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        _collect(problem)
+    monkeypatch.undo()
+    _equal(_collect(problem), expected)

@@ -108,7 +108,7 @@ def test_alike_an_agent_learns_to_lean_towards_the_worst_served_where_that_is_re
     reward = jnp.sum(jax.nn.softmax(mean) * losses, 1)
     agent = weighting.init(K, K, 0)
     memory = Replay(Rounds(state, action, reward, state), jnp.ones(size), jnp.asarray(size))
-    mind, _ = jax.jit(weighting.teach)(agent._replace(replay=memory))
+    mind = jax.jit(weighting.teach)(agent._replace(replay=memory)).mind
     decided = np.asarray(weighting._act(mind.networks.policy, state))[:, :K]
     assert np.mean([np.corrcoef(*pair)[0, 1] for pair in zip(decided, losses, strict=True)]) > 0.8
     assert np.mean(np.sum(jax.nn.softmax(decided) * losses, 1)) > np.mean(reward) + 0.05
@@ -178,7 +178,7 @@ def test_surprises_are_replayed_more_often() -> None:
     rewards = jnp.where(jnp.arange(64) == 7, 100.0, 0.0)
     rounds = agent.replay.rounds._replace(reward=rewards)
     agent = agent._replace(replay=agent.replay._replace(rounds=rounds, priority=jnp.ones(64), written=jnp.asarray(64)))
-    _, priority = jax.jit(weighting.teach)(agent)
+    priority = jax.jit(weighting.teach)(agent).priority
     assert float(priority[7]) > 99
     assert np.median(np.asarray(priority)) < 1
 
@@ -186,8 +186,7 @@ def test_surprises_are_replayed_more_often() -> None:
 def test_no_lesson_before_the_memory_holds_a_batch() -> None:
     agent = PLAIN.init(K, K, 0)
     _, _, agent = _decide(PLAIN, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
-    mind, _ = PLAIN.teach(agent)
-    jax.tree.map(np.testing.assert_array_equal, mind, agent.mind)
+    jax.tree.map(np.testing.assert_array_equal, PLAIN.teach(agent).mind, agent.mind)
 
 
 def test_a_late_lesson_keeps_what_was_remembered_meanwhile() -> None:
@@ -199,7 +198,15 @@ def test_a_late_lesson_keeps_what_was_remembered_meanwhile() -> None:
     adopted = PLAIN.adopt(later, lesson)
     assert int(adopted.replay.written) == 6
     assert float(adopted.replay.priority[5]) == float(later.replay.priority[5]) > 0
-    jax.tree.map(np.testing.assert_array_equal, adopted.mind, lesson[0])
+    jax.tree.map(np.testing.assert_array_equal, adopted.mind, lesson.mind)
+    for loss in (3.0, 1.0, 2.0, 5.0):  # until the newest stand where the oldest were
+        lesson, before = PLAIN.teach(later), later
+        _, _, later = _decide(PLAIN, later, _reports([loss, 2.0, 3.0], [0.5, 1.0, 2.0]))
+        adopted, place = PLAIN.adopt(later, lesson), int(before.replay.written) % 8
+        others = np.arange(8) != place
+        assert float(adopted.replay.priority[place]) == float(later.replay.priority[place])
+        np.testing.assert_array_equal(adopted.replay.priority[others], lesson.priority[others])
+    assert int(later.replay.written) == 10
 
 
 def _federation(weighting: str = "feddrl(width=16, replay=32)", **changes: object) -> Federation:
@@ -264,6 +271,16 @@ def test_the_codes_variant_keeps_weights_near_one_in_all() -> None:
         assert 0.3 < float(jnp.sum(weights)) < 1.9
 
 
+def test_the_codes_variant_does_not_shrink_the_model_where_clients_are_missing() -> None:
+    weighting = FedDrl(width=16, replay=8, variant="code", explore=0.0)
+    agent, losses = weighting.init(K, K, 0), ([1.0, 2.0, 3.0], [0.5, 1.0, 2.0])
+    present = [True] * K, [True, False, True]
+    whole, fewer = (_decide(weighting, agent, _reports(*losses, alive))[1] for alive in present)
+    assert fewer[1] == 0
+    assert fewer.sum() == pytest.approx(1, abs=0.2)
+    assert whole.sum() == pytest.approx(1, abs=0.2)
+
+
 def test_exploration_keeps_means_within_their_limit() -> None:
     weighting = FedDrl(width=16, replay=8, limit=0.2, explore=1.0)
     agent = weighting.init(K, K, 0)
@@ -322,10 +339,16 @@ def test_an_agent_goes_where_it_sees_and_decides_in_the_same_way(tmp_path: Path)
     load_mind(tmp_path / "alike", _federation(alike, cohort=5))  # one client at a time: any cohort will do
     with pytest.raises(AtollError, match=r"client by client; set --server.weighting 'feddrl\(slots=alike\)'"):
         load_mind(tmp_path / "alike", _federation())
-    with pytest.raises(AtollError, match="was trained with slots clients, but slots is losses"):
-        load_mind(tmp_path / "plain", _federation("feddrl(width=16, replay=32, slots=losses)"))
-    with pytest.raises(AtollError, match="was trained with variant paper, but variant is code"):
-        load_mind(tmp_path / "plain", _federation("feddrl(width=16, replay=32, variant=code)"))
+    save_mind(tmp_path / "plain/agent.npz", load_mind(tmp_path / "plain", _federation()))
+    for place in ("plain", "plain/agent.npz", "plain/checkpoints/model-00000001.npz"):
+        load_mind(tmp_path / place, _federation())
+        for setting, words in (
+            ("slots=losses", "was trained with slots clients, but slots is losses"),
+            ("variant=code", "was trained with variant paper, but variant is code"),
+            ("limit=2.0", "was trained with limit 1.0, but limit is 2.0"),
+        ):
+            with pytest.raises(AtollError, match=words):
+                load_mind(tmp_path / place, _federation(f"feddrl(width=16, replay=32, {setting})"))
 
 
 def test_a_file_without_an_agent_is_refused(tmp_path: Path) -> None:
@@ -340,8 +363,21 @@ def test_a_file_without_an_agent_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["feddrl(beta=0.0)", "feddrl(beta=1.0)", "feddrl(gamma=1.5)", "feddrl(batch=0)", "feddrl(variant=their)"],
+    [
+        "feddrl(replay=8, batch=16)",
+        "feddrl(beta=0.0)",
+        "feddrl(beta=1.0)",
+        "feddrl(gamma=1.5)",
+        "feddrl(batch=0)",
+        "feddrl(variant=their)",
+    ],
 )
 def test_bad_settings_are_refused(spec: str) -> None:
     with pytest.raises(AtollError):
         Server(spec).build()
+
+
+def test_workers_that_remember_too_little_are_refused_before_they_start(tmp_path: Path) -> None:
+    with pytest.raises(AtollError, match=r"2 workers remember 14 rounds, too few .*; set it to at least 8"):
+        train_minds([(tmp_path / "run", _federation("feddrl(width=16, replay=7)", rounds=12))], 2)
+    assert not (tmp_path / "run").exists()

@@ -459,6 +459,8 @@ def test_settings_come_back_from_json() -> None:
         ({"batches": 0}, "batches is 0"),
         ({"speeds": (0.0, 1.0)}, r"speeds is \(0\.0, 1\.0\), but cheetah-dir has directions"),
         ({"task": "ant-vel", "speeds": (2.0, 1.0)}, "give the lower one first"),
+        ({"task": "ant-vel", "speeds": (0.0, float("inf"))}, "two finite numbers"),
+        ({"task": "ant-vel", "speeds": (1.0,)}, "the lowest and the highest"),
     ],
 )
 def test_impossible_problems_are_refused_by_value(changes: dict[str, Any], words: str) -> None:
@@ -522,3 +524,12 @@ def test_the_readme_example_runs() -> None:
     before, after = space["run"].history[-1]["evaluation"]["seen"]["return"]
     assert np.isfinite([before, after]).all()
     assert set(space["mine"]) == {"body", "head"}
+
+
+def test_dittos_clients_report_what_the_shared_policy_returned() -> None:
+    problem = atoll.Locomotion("cheetah-vel", dynamics="rllab", episodes=2, horizon=8, policy="gaussian(widths=(8,))")
+    ditto = atoll.Ditto(0.1, personal_rate=0.5, steps=2, personal_steps=2)
+    run = atoll.Federation(problem, ditto, clients=3, cohort=3, measure=True).start(engine=_engine())
+    for _ in range(2):  # in the second the personal policies are others
+        record = run.step()
+        assert record["losses_after"] == record["losses"]

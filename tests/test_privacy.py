@@ -1,7 +1,9 @@
 """Differential privacy: clipping, noise of the stated size, and the account of what it costs."""
 
+import dataclasses
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import tyro
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from atoll import AtollError, Server
+from atoll import AtollError, Centralised, Classification, Evaluation, FedAvg, Federation, FedRep, Quadratic, Server
 from atoll.server import PRIVACY, Reports, ServerRule, ServerState, noise_for, spent
 from atoll.settings import from_dict, parse_spec
 
@@ -311,3 +313,47 @@ def test_bad_wishes_are_refused() -> None:
         noise_for(0.0, 10, 100, 10, 1e-4)
     with pytest.raises(AtollError, match="did you mean 'local'"):
         noise_for(1.0, 10, 100, 10, 1e-4, "locl")
+
+
+_SMALL = Federation(Quadratic(), FedAvg(), clients=50, cohort=5, rounds=2, evaluation=Evaluation(every=2))
+
+
+def test_all_data_in_one_place_take_part_in_every_round() -> None:
+    private = dataclasses.replace(_SMALL, server=Server(privacy="central(clip=1.0, noise=4.0)"))
+    pooled = dataclasses.replace(private, algorithm=Centralised())
+    told = [f.run().history[-1]["privacy"]["epsilon"] for f in (private, pooled)]
+    assert told[0] == pytest.approx(spent("central(1.0, 4.0)", 2, 50, 5, 1e-5))
+    assert told[1] == pytest.approx(spent("central(1.0, 4.0)", 2, 1, 1, 1e-5))
+
+
+def test_without_dp_accounting_nothing_is_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in [name for name in sys.modules if name.startswith("dp_accounting")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    private = dataclasses.replace(_SMALL, server=Server(privacy="central(clip=1.0, noise=4.0)"))
+    with pytest.raises(AtollError, match=r"pip install 'atoll\[privacy\]'"):
+        private.start(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_whether_training_failed_does_not_show_under_local_privacy(monkeypatch: pytest.MonkeyPatch) -> None:
+    private = dataclasses.replace(_SMALL, server=Server(privacy="local(clip=1e-9, noise=1e9)"), cohort=40)
+
+    def spread(rate: float) -> float:  # of the noise in the mean, which is all there is
+        run = dataclasses.replace(private, algorithm=FedAvg(rate, 3), problem=Quadratic(2000)).start()
+        before = _numbers(jax.device_get(run.params))
+        run.step()
+        return float(np.std(_numbers(jax.device_get(run.params)) - before))
+
+    with pytest.warns(UserWarning, match="left out clients"):
+        assert spread(1e30) == pytest.approx(spread(0.01), rel=0.1)
+
+
+def test_noise_does_not_move_what_stays_with_clients() -> None:
+    problem = Classification("glyphs", "iid", "mlp(widths=(8,))", batch=8)
+    server = Server("uniform", "adam(0.01)", "central(clip=1.0, noise=1.0)")
+    run = Federation(problem, FedRep(steps=1, head_steps=1), server, clients=4, cohort=4).start()
+    before = jax.device_get(run.params)
+    run.step()
+    jax.tree.map(np.testing.assert_array_equal, run.params["head"], before["head"])
+    assert not np.array_equal(*(jax.tree.leaves(params["body"])[0] for params in (run.params, before)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from atoll import AtollError, Server
-from atoll.server import Reports, admit, finite
+from atoll.server import Reports, admit, credible, finite
 
 PARAMS = {"w": jnp.zeros(3), "b": jnp.ones(())}
 
@@ -76,7 +76,8 @@ def test_uploads_are_sorted_into_those_that_count_and_those_refused() -> None:
 
 def test_a_client_is_finite_only_if_all_of_it_is() -> None:
     updates = {"w": jnp.array([[1.0, 2], [jnp.inf, 0], [0, 0], [1, 1]]), "b": jnp.array([0.0, 0, jnp.nan, 0])}
-    np.testing.assert_array_equal(finite(updates, jnp.array([0.0, 0, 0, jnp.nan])), [True, False, False, False])
+    np.testing.assert_array_equal(finite(updates), [True, False, False, True])
+    np.testing.assert_array_equal(credible(jnp.array([-5.0, jnp.nan, jnp.inf, 1e20])), [True, False, False, False])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import atoll
 from atoll import WEIGHTINGS, AtollError, Server
 from atoll.fleet import Fleet
+from atoll.problems.quadratic import QuadraticProblem
 from atoll.server import Reports, Weighting
 from atoll.server.robust import _partners
 from atoll.settings import parse_spec, spec
@@ -398,3 +399,41 @@ def test_agnostic_runs_side_by_side_have_the_numbers_they_have_alone() -> None:
         alone = _steps(federation)
         jax.tree.map(np.testing.assert_array_equal, alone.state, together.state)
         assert not np.allclose(alone.state.weighting, 1 / 9)
+
+
+@pytest.mark.parametrize("text", ROBUST)
+def test_clients_may_keep_their_losses_from_a_robust_rule(text: str) -> None:
+    rows, alive, losses, _ = _round(0, least=5)
+    reports = _reports(alive, losses)
+    found, weights, _ = _combine(text, rows, reports._replace(loss=jnp.full(COHORT, NAN)))
+    told, as_told, _ = _combine(text, rows, reports)
+    np.testing.assert_array_equal(found, told)
+    np.testing.assert_array_equal(weights, as_told)
+    assert weights.any()
+
+
+def test_agnostic_survives_a_loss_as_large_as_may_be_reported() -> None:
+    rows, alive, losses, _ = _round(1, least=5)
+    worst = np.where(np.arange(COHORT) == np.flatnonzero(alive)[0], 9e8, losses)
+    *_, state = _combine("agnostic(0.2)", rows, _reports(alive, worst))
+    assert np.isfinite(state).all()
+    assert float(jnp.sum(state)) == pytest.approx(1)
+    assert int(jnp.argmax(state)) == np.flatnonzero(alive)[0]
+
+
+@pytest.mark.parametrize("name", ["feddrl(width=16, replay=8)", "q-ffl", "agnostic"])
+@pytest.mark.parametrize("lie", [1e20, -3e38])
+def test_clients_whose_losses_are_absurd_do_not_count(name: str, lie: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = QuadraticProblem.fit
+
+    def told(self: QuadraticProblem, params: Any, data: Any) -> jax.Array:
+        return truth(self, params, data) + jnp.where(data.centre[0] > 0, lie, 0.0)
+
+    monkeypatch.setattr(QuadraticProblem, "fit", told)
+    dim = 14 if lie > 0 else 18  # of no other test, whose programs know no lies
+    run = dataclasses.replace(_federation(name), problem=atoll.Quadratic(dim)).start()
+    with pytest.warns(UserWarning, match="far too large"):
+        records = [run.step() for _ in range(6)]
+    assert all(0 < record["counted"] < 9 for record in records)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((run.params, run.state.weighting)) if leaf.ndim)
+    assert all(None in record["losses"] for record in records)  # of those who do not count nothing is told

@@ -63,6 +63,8 @@ class Algorithm:
 
     pooled = False  # True: trains on everybody's data in one place
     gatherings: tuple[Purpose, ...] = ("train",)  # what a client gathers in a round, one after another
+    judged = -1  # which of these tells, where experience is gathered, how the client's model does after training
+    keeps: tuple[str, ...] = ()  # parts of the model that stay with clients; the shared model's never move
 
     @property
     def adaptation_rate(self) -> float:

@@ -27,6 +27,7 @@ class Ditto(Algorithm):
     personal_steps: int = 10
     """local steps a round on the personal model"""
     gatherings = ("train", "train")
+    judged = 0  # the shared model's
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate, personal_rate=self.personal_rate)

@@ -24,6 +24,7 @@ class FedRep(Algorithm):
     """local steps a round on the head"""
     steps: int = 5
     """local steps a round on the body, after the head's"""
+    keeps = ("head",)
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate)

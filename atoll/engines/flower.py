@@ -36,7 +36,7 @@ from ..federation import Federation, Record, Run, Watcher
 from ..federation import train as train_run
 from ..problems.base import Params
 from ..runs import RunFiles, main_score, write_atomically
-from ..server import Reports, admit, norm
+from ..server import Reports, admit, credible, norm
 from ..server.accounting import composed
 from ..server.privacy import Central, Local
 from ..server.secret import Ready, longest, private_mean, released
@@ -315,8 +315,15 @@ class FlowerRun(Run):
         bound = self._terms.norm_bound * max(1.0, norm(shared))
         if isinstance(self._privacy, Local):
             bound = longest(self._privacy, shared)
-        sound = {client: update for client, (update, report) in uploads.items() if report.alive}
+
+        def losses(report: Report) -> list[float]:
+            told = [] if isinstance(self._privacy, Local) else [report.loss]  # then clients keep their losses
+            return [*told, report.before, report.after] if self.measured else told
+
+        alive = {client: upload for client, upload in uploads.items() if upload[1].alive}
+        sound = {client: update for client, (update, report) in alive.items() if all(map(credible, losses(report)))}
         good, stacked, reasons = admit(sound, shared, bound)
+        reasons |= dict.fromkeys(alive.keys() - sound.keys(), "its losses are not finite or far too large")
         failed = (client for client, (_, report) in uploads.items() if report.answered and not report.alive)
         reasons |= dict.fromkeys(failed, "its training did not stay finite")
         for client, reason in reasons.items():
@@ -335,16 +342,12 @@ class FlowerRun(Run):
         columns: list[Any] = [np.array(values) for values in zip(*said, strict=True)]
         column: Any = Report(*columns)
         loss, before, after = (values.astype(np.float32) for values in (column.loss, column.before, column.after))
-        alive = np.isin(np.arange(len(seats)), rows) & column.answered
-        if not isinstance(self._privacy, Local):  # then clients keep their losses
-            alive &= np.isfinite(loss)
-        if self.measured:
-            alive &= np.isfinite(before) & np.isfinite(after)
+        counted = np.isin(np.arange(len(seats)), rows) & column.answered
         if isinstance(self._privacy, Central):
-            mean = private_mean(self._privacy, [sound[int(client)] for client in seats[alive]], len(seats), shared)
+            mean = private_mean(self._privacy, [sound[int(client)] for client in seats[counted]], len(seats), shared)
             update = jax.tree.map(lambda rows, first: np.concatenate([first[None], rows[1:]]), update, mean)
-        losses: Any = (before, after) if self.measured else (None, None)
-        reports: Any = (column.samples.astype(np.int32), loss, alive, seats, *losses)
+        measures: Any = (before, after) if self.measured else (None, None)
+        reports: Any = (column.samples.astype(np.int32), loss, counted, seats, *measures)
         return Trained(update, None, loss), Reports(*reports), column.answered | np.isin(seats, list(refused))
 
 

@@ -25,7 +25,7 @@ from ..algorithms.base import Algorithm, Cohort, Trained, gathering_keys
 from ..loops import map_some
 from ..machine import full_precision
 from ..problems.base import Data, Params, Problem, Purpose
-from ..server import Reports, ServerRule, ServerState, finite
+from ..server import Reports, ServerRule, ServerState, credible, finite
 from ..shuffle import shuffled, stream
 
 # One family of keys per use, so that none is used twice.
@@ -386,7 +386,7 @@ def _learn(
     clients, own, gathered = by_client
     cohort, answered = _cohort(engine, work, round_, clients)
     trained = work.algorithm.learn(cohort, shared, own, gathered)
-    data = (gathered[0], gathered[-1]) if measured else None
+    data = (gathered[0], gathered[work.algorithm.judged]) if measured else None
     return _reported(cohort, work.algorithm, shared, own, trained, answered, data)
 
 
@@ -411,7 +411,8 @@ def _reported(
     data: tuple[Data, Data] | None,
 ) -> tuple[Trained, Reports, jax.Array]:
     """What the server may know; with `data` gathered before and after learning, also the losses on it."""
-    problem, alive = cohort.problem, answered & finite((trained.update, trained.own), trained.loss)
+    problem = cohort.problem
+    alive = answered & finite((trained.update, trained.own)) & credible(trained.loss)
     before = after = None
     if data is not None:
 
@@ -420,7 +421,7 @@ def _reported(
 
         before = cohort.each(lambda own, data: problem.fit(algorithm.local(shared, own), data))(own, data[0])
         after = cohort.each(loss)(trained.update, trained.own, data[1])
-        alive &= jnp.isfinite(before) & jnp.isfinite(after)
+        alive &= credible(before) & credible(after)
     samples = problem.samples(cohort.clients)
     return trained, Reports(samples, trained.loss, alive, cohort.clients, before, after), answered
 
@@ -448,7 +449,10 @@ def _serve(
     def serve(
         rule: ServerRule, state: ServerState, trained: Trained, reports: Reports, answered: jax.Array, seed: jax.Array
     ) -> tuple[ServerState, RoundReport]:
-        state, outcome = rule.step(state, trained.update, reports, _key(seed, _PRIVACY, round_))
+        told = reports
+        if rule.privacy is not None and rule.privacy.hides_failures:
+            told = reports._replace(alive=answered)
+        state, outcome = rule.step(state, trained.update, told, _key(seed, _PRIVACY, round_))
         loss = jnp.sum(jnp.where(reports.alive, trained.loss, 0.0)) / jnp.sum(reports.alive)
         losses = reports.before, reports.after
         found = RoundReport(loss, outcome.update_norm, answered, reports.alive, outcome.weights, *losses, outcome.notes)

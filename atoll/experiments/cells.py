@@ -16,6 +16,7 @@ import numpy as np
 from scipy import stats
 
 from ..agents import check_workers, install, train_minds
+from ..errors import require
 from ..federation import Federation, Record, Run
 from ..fleet import Fleet, fitting
 from ..machine import cores, keep_compiled
@@ -67,7 +68,7 @@ def train_jobs(
     missing = {name: job for name, job in jobs.items() if not _done(cells / f"{name}.json", job, holds)}
     if workers > 1:
         for name in missing:
-            (cells / f"{name}.json").unlink(missing_ok=True)  # of a shorter run, which goes on
+            (cells / f"{name}.json").unlink(missing_ok=True)  # of a shorter run, which goes on, or an earlier version
         alone = {name: partial(_alone, name, job, folder, results) for name, job in jobs.items()}
         return run_cells(alone, cells, track, workers)
     total = sum(job.rounds for job in jobs.values())
@@ -94,7 +95,10 @@ def _done(path: Path, job: Job, holds: tuple[str, ...]) -> bool:
     if not path.exists():
         return False
     cell = json.loads(path.read_text())
-    return bool(cell["curve"][-1][0] == job.federation.rounds) and set(holds) <= set(cell)
+    rounds, wanted = cell["curve"][-1][0], job.federation.rounds
+    remedy = "ask for as many or choose another --out"
+    require(rounds <= wanted, f"{path} is of {rounds} rounds, but rounds is {wanted}; {remedy}")
+    return bool(rounds == wanted) and set(holds) <= set(cell)
 
 
 def _batches(jobs: Mapping[str, Job], size: int) -> Iterator[dict[str, Job]]:
@@ -120,7 +124,7 @@ def _train(
     try:
         for name, job in batch.items():
             runs[name] = job.federation.start_or_resume(folder / "runs" / name, any_rounds=True)
-        workers = next(iter(batch.values())).workers
+        workers, first_stage = next(iter(batch.values())).workers, time.monotonic()
         if workers:
             untaught = [name for name, run in runs.items() if not run.begun]
             teams = [(folder / "agents" / name, batch[name].federation) for name in untaught]
@@ -132,6 +136,7 @@ def _train(
                 install(runs[name], mind)
             before = workers * sum(job.federation.rounds for job in batch.values())
             watch = partial(watch, before=before) if watch else None
+        first_stage = (time.monotonic() - first_stage) / len(batch)
         names_of = {id(run): name for name, run in runs.items()}
         for group in fitting(runs.values()):
             names = [names_of[id(run)] for run in group]
@@ -141,7 +146,7 @@ def _train(
             if fleet.interrupted:
                 yield names[0], None
                 return
-            seconds = round((time.monotonic() - start) / len(names), 1)
+            seconds = round(first_stage + (time.monotonic() - start) / len(names), 1)
             for name, cell in zip(names, results(fleet), strict=True):
                 yield name, batch[name].about | cell | {"seconds": seconds}
     finally:

@@ -39,6 +39,7 @@ METHODS = {
     "FedDRL": ("fedavg", "feddrl"),
 }
 TWO_STAGE = "two-stage "  # before a method with an agent
+_SAMPLES = 6000  # of all clients of equal size at quick scale: with every delta there are as many
 RIVALS = ("FedAvg", "FedProx")
 FEDERATED = (*RIVALS, "FedDRL")
 DATA = {
@@ -158,7 +159,8 @@ class Item(Shown):
     def chosen(self) -> Choice:
         """What is compared."""
         usual = self.shows._replace(data=("glyphs",)) if self.scale == "quick" else self.shows
-        return Choice(*(getattr(self, name) or getattr(usual, name) for name in Choice._fields))
+        found = Choice(*(getattr(self, name) or getattr(usual, name) for name in Choice._fields))
+        return found._replace(methods=tuple(dict.fromkeys(map(_plain, found.methods))))
 
     @property
     def colours(self) -> dict[str, str]:
@@ -180,7 +182,7 @@ class Item(Shown):
         rounds, every = self.rounds or (1000 if self.scale == "paper" else 40), 5
         if self.scale == "quick":
             f, every = _small(f, data), 1
-        elif method == "SingleSet":  # as many epochs: with 10 of 100 clients in a round, a tenth of the rounds
+        if method == "SingleSet":  # as many epochs: with 10 of 100 clients in a round, a tenth of the rounds
             rounds, every = max(1, rounds * f.cohort // clients), max(1, every * f.cohort // clients)
         evaluation = Evaluation(every=every, steps=0)
         f = dataclasses.replace(f, server=Server(weighting), clients=clients, rounds=rounds, evaluation=evaluation)
@@ -341,6 +343,10 @@ class Fig10(Item):
 
     shows = Choice(methods=FEDERATED)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("SingleSet" not in self.chosen.methods, "SingleSet has rounds of its own; leave it out of figure 10")
+
     def text(self, cells: list[Cell]) -> str:
         """Rounds by method."""
         lines = [_title("Rounds to the target", cells), "", header(["", "target (%)", *self.chosen.methods])]
@@ -425,11 +431,11 @@ class Fig8(Varied):
             require(partition in ("ce", "cn"), f"partition {partition} has no main group; figure 8 is for ce and cn")
 
     def vary(self, federation: Federation, value: Any) -> Federation:
-        """Another main group."""
+        """Another main group, of clients as large as any."""
         problem, partition = _dealt(federation)
-        return dataclasses.replace(
-            federation, problem=dataclasses.replace(problem, partition=dataclasses.replace(partition, delta=value))
-        )
+        samples = partition.samples if partition.paper else _SAMPLES // federation.clients
+        partition = dataclasses.replace(partition, delta=value, samples=samples)
+        return dataclasses.replace(federation, problem=dataclasses.replace(problem, partition=partition))
 
 
 def best(curve: list[Any]) -> float:
@@ -476,6 +482,12 @@ def summary(curve: list[Any]) -> Cell:
 def _what(method: str) -> tuple[str, str]:
     """Algorithm and weighting of a method."""
     return METHODS.get(_bare(method), ("fedavg", _bare(method)))
+
+
+def _plain(method: str) -> str:
+    """The method with blanks where Atoll writes them, so that it has one name."""
+    stage = TWO_STAGE if method.startswith(TWO_STAGE) else ""
+    return stage + re.sub(r"\s+", "", _bare(method)).replace(",", ", ")
 
 
 def _bare(method: str) -> str:

@@ -70,9 +70,10 @@ def shown(values: Sequence[float], digits: int) -> str:
 def band(
     axes: Any, colour: str, label: str | None, lines: Sequence[Sequence[Sequence[float]]], dashed: bool = False
 ) -> None:
-    """Mean of lines (x, y) over seeds, with the range of the seeds shaded."""
-    points = np.array(lines, float)
-    x, y = points[0, :, 0], points[:, :, 1]
+    """Mean of lines (x, y) over seeds, at every x that all of them have, with the range of the seeds shaded."""
+    tables = [{float(x): float(y) for x, y in line} for line in lines]
+    x = sorted(set.intersection(*map(set, tables)))
+    y = np.array([[table[at] for at in x] for table in tables])
     style: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.1} if dashed else {"linewidth": 2}
     axes.plot(x, y.mean(0), color=colour, label=label, **style)
     if len(y) > 1 and not dashed:

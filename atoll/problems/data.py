@@ -383,7 +383,8 @@ def from_client(path: str | Path, test_fraction: float | None = None, seed: int 
         len(arrays) == 4 or test_fraction is not None,
         f"{files[0]} has no x_test and y_test; add them, or have a part held out: --test-fraction 0.25",
     )
-    own = _federate(files[0].stem, {files[0].stem: arrays}, test_fraction or 0.25, seed, None).data
+    share = 0.25 if test_fraction is None else test_fraction  # of arrays that bring their tests it is not needed
+    own = _federate(files[0].stem, {files[0].stem: arrays}, share, seed, None).data
     return own.x, own.y, own.x_test, own.y_test
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -81,9 +81,13 @@ class Gym(ProblemSettings):
                 )
         require(isinstance(self.make, str) or callable(self.make), f"make is {self.make!r}; give a function of a task")
         if not isinstance(self.tasks, str) and not callable(self.tasks):
+            several = isinstance(self.tasks, Iterable)
+            require(several, f"tasks is {self.tasks!r}; give a list of tasks, one for each client, or a function")
             tasks = [_plain(task, f"task {i}") for i, task in enumerate(self.tasks)]
             object.__setattr__(self, "tasks", tasks)
         check_experience(self.episodes, self.batches, self.horizon)
+        fit = self.workers is None or isinstance(self.workers, int | str)
+        require(fit, f"workers is {self.workers!r}; give a number, or who plays: 'threads', 'processes(4)'")
         count = self.workers if isinstance(self.workers, int) else self._workers().count
         require(count >= 0, f"workers is {self.workers}; it takes at least 1 to play")
 

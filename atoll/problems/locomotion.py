@@ -59,6 +59,8 @@ class Locomotion(ProblemSettings):
                 self.task.endswith("vel"),
                 f"speeds is {self.speeds}, but {self.task} has directions; leave it out or choose a -vel task",
             )
+            finite = len(self.speeds) == 2 and all(map(math.isfinite, self.speeds))
+            require(finite, f"speeds is {self.speeds}; give the lowest and the highest, two finite numbers")
             require(self.speeds[0] <= self.speeds[1], f"speeds is {self.speeds}; give the lower one first")
 
     @property

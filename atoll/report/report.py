@@ -55,7 +55,7 @@ def figure(runs: Sequence[Logged]) -> Figure:
     canvas = Figure(figsize=(11, 4.2), layout="constrained")
     curves, people = canvas.subplots(1, 2, width_ratios=(3, 2))
     score = runs[0].score
-    scale = 100 if score == "accuracy" else 1
+    scale, better = 100 if score == "accuracy" else 1, -1 if score == "loss" else 1
     unit = "accuracy (%)" if score == "accuracy" else score
     for run, colour in zip(runs, _cycle(len(runs)), strict=True):
         at = [record["round"] for record in run.evaluations]
@@ -66,7 +66,8 @@ def figure(runs: Sequence[Logged]) -> Figure:
         if whole[-1] is not None:
             values = scale * np.array([np.nan if value is None else value for value in whole])
             curves.plot(at, values, color=colour, linestyle=(0, (1, 1.5)), linewidth=1.4)
-        final = scale * np.sort(np.array(run.clients["seen"][score], float)[:, [0, -1]], axis=0)
+        final = np.array(run.clients["seen"][score], float)[:, [0, -1]]
+        final = scale * better * np.sort(better * final, axis=0)  # the worst first
         share = (np.arange(len(final)) + 0.5) / len(final) * 100
         people.plot(share, final[:, 0], color=colour, linestyle=(0, (4, 2)), linewidth=1.2, alpha=0.8)
         people.plot(share, final[:, 1], color=colour, linewidth=2.2)
@@ -131,8 +132,9 @@ def _privacy(runs: Sequence[Logged]) -> list[str]:
     """What a run's noise promises every client."""
     lines = []
     for run in runs:
-        cost = run.evaluations[-1].get("privacy", {})
-        if "epsilon" in cost:
+        told = [record.get("privacy", {}) for record in (*run.rounds, *run.evaluations)]  # of real clients: by rounds
+        cost = next((account for account in reversed(told) if "epsilon" in account), None)
+        if cost:
             epsilon = "no epsilon" if cost["epsilon"] is None else f"epsilon {cost['epsilon']:.3g}"
             lines.append(f"\n{run.name}: {epsilon} at delta {cost['delta']:g} towards every client.")
     return lines

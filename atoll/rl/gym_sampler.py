@@ -252,27 +252,25 @@ def _reset(env: Env, seed: int, episode: int) -> np.ndarray:
 def _step(env: Env, action: Any, episode: int) -> tuple[np.ndarray, float, bool]:
     try:
         obs, reward, terminated, truncated, _ = env.step(action)
-        number = float(np.asarray(reward).item())
+        number, ended = float(np.asarray(reward).item()), bool(terminated or truncated)
     except (Exception, SystemExit) as error:
         _raised("step", episode, error)
-    return _flat(env.observation_space, obs, episode), number, bool(terminated or truncated)
+    return _flat(env.observation_space, obs, episode), number, ended
 
 
 def _flat(space: spaces.Space[Any], obs: Any, episode: int) -> np.ndarray:
-    if isinstance(space, spaces.Box):
-        if np.shape(obs) != space.shape:
-            text = f"an observation has shape {np.shape(obs)}, its space says {space.shape}"
-            raise Trouble("observation", episode, text)
-        return np.asarray(obs, np.float32).reshape(-1)
+    box = isinstance(space, spaces.Box)
     try:
-        flat = np.asarray(spaces.flatten(space, obs), np.float32)
+        flat = np.asarray(obs if box else spaces.flatten(space, obs), np.float32)
     except Exception as error:
-        text = f"an observation does not fit its space {space}: {type(error).__name__}: {error}"
+        text = f"an observation does not fit its space {space}: {_words(error)}"
         raise Trouble("observation", episode, text) from error
-    if flat.shape != (spaces.flatdim(space),):
+    if box and flat.shape != space.shape:
+        raise Trouble("observation", episode, f"an observation has shape {flat.shape}, its space says {space.shape}")
+    if flat.size != spaces.flatdim(space):
         text = f"an observation has {flat.size} numbers, its space has {spaces.flatdim(space)}"
         raise Trouble("observation", episode, text)
-    return flat
+    return flat.reshape(-1)
 
 
 def _check_finite(part: str, *values: np.ndarray) -> None:
@@ -288,7 +286,15 @@ def _check_finite(part: str, *values: np.ndarray) -> None:
 def _raised(part: str, episode: int, error: BaseException) -> NoReturn:
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(last.filename).name}:{last.lineno}"
-    raise Trouble(part, episode, f"{part} raised {type(error).__name__}: {error} ({where})") from error
+    raise Trouble(part, episode, f"{part} raised {_words(error)} ({where})") from error
+
+
+def _words(error: BaseException) -> str:
+    """An error's kind, and what it says if it can."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 def _close(envs: list[Env]) -> None:
@@ -363,6 +369,9 @@ class _Elsewhere:
             found: Rollout | Trouble | RuntimeError = self._pipe.recv()
         except (EOFError, OSError):
             return Trouble("process", None, f"its worker process died {self._end()}; another one takes its place")
+        except BaseException:
+            self._drop()
+            raise
         if isinstance(found, RuntimeError):
             raise found
         return found
@@ -383,6 +392,14 @@ class _Elsewhere:
                 f"a worker process could not start (it ended {self._end()}; its own words are above): a script must "
                 "begin its work under `if __name__ == '__main__':`; or let threads play: workers='threads'"
             ) from None
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Interrupted while it was to answer: the answer must not be taken for that to the next question."""
+        self._process.kill()
+        self._end()
 
     def _end(self) -> str:
         self._pipe.close()

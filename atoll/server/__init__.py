@@ -1,7 +1,7 @@
 """How updates become the next shared model: weights x optimiser x privacy."""
 
 from .accounting import noise_for, spent
-from .admission import admit, finite, norm, refusal
+from .admission import admit, credible, finite, norm, refusal
 from .impact import FedDrl
 from .optimizers import OPTIMIZERS, Optimizer
 from .privacy import PRIVACY, Privacy
@@ -22,6 +22,7 @@ __all__ = [
     "ServerState",
     "Weighting",
     "admit",
+    "credible",
     "finite",
     "noise_for",
     "norm",

@@ -13,15 +13,22 @@ import numpy as np
 
 from ..problems.base import Params
 
+_LARGEST_LOSS = 1e9  # squares of larger ones, or sums over clients, may overflow what a server learns from them
 
-def finite(updates: Params, loss: jax.Array) -> jax.Array:
-    """Clients [C] whose whole `updates`, any pytree of [C, ...], and loss [C] are finite.
+
+def finite(updates: Params) -> jax.Array:
+    """Clients [C] whose whole `updates`, any pytree of [C, ...], are finite.
 
     A sum is finite only if all its terms are, and as a product with ones it is the cheapest pass over the numbers. (An
     update so large that its sum overflows is refused too.)
     """
-    sums = [leaf.reshape(len(loss), -1) @ jnp.ones(leaf[0].size, leaf.dtype) for leaf in jax.tree.leaves(updates)]
-    return jnp.all(jnp.isfinite(jnp.stack([*sums, loss])), axis=0)
+    sums = [leaf.reshape(len(leaf), -1) @ jnp.ones(leaf[0].size, leaf.dtype) for leaf in jax.tree.leaves(updates)]
+    return jnp.all(jnp.isfinite(jnp.stack(sums)), axis=0)
+
+
+def credible(losses: Any) -> Any:
+    """Which of the clients' `losses` [C] a server may go by: finite ones that are not absurdly large."""
+    return abs(losses) < _LARGEST_LOSS
 
 
 def refusal(update: Any, params: Params, bound: float = math.inf) -> str | None:

@@ -88,7 +88,8 @@ class Agnostic(Weighting):
         weights = normalised(state[reports.clients], alive)
         weights = jnp.where(jnp.any(weights > 0), weights, normalised(jnp.ones_like(weights), alive))
         ascent = jnp.where(alive, losses - jnp.sum(losses) / jnp.maximum(jnp.sum(alive), 1), 0)
-        moved = optax.projections.projection_simplex(state.at[reports.clients].add(self.rate * ascent))
+        climbed = state.at[reports.clients].add(self.rate * ascent)
+        moved = optax.projections.projection_simplex(climbed - jnp.max(climbed))  # the same point, less rounding
         return weighted_mean(updates, weights), weights, moved / jnp.sum(moved)
 
 

@@ -91,6 +91,14 @@ class Agent(NamedTuple):
         return self.state.shape[-1] // 3
 
 
+class Lesson(NamedTuple):
+    """What an agent made of its memory when so many rounds had been `written`."""
+
+    mind: Mind
+    priority: jax.Array  # [M]
+    written: jax.Array
+
+
 @settings
 class FedDrl(Weighting):
     """An agent learns the weights from the clients' losses (FedDRL)."""
@@ -102,7 +110,8 @@ class FedDrl(Weighting):
     """how the agent sees a cohort: in the order of clients, as in the paper; of losses, the worst served first; or
     alike: one function of a client's own state decides about it, relative to what it says of the others"""
     limit: float = 1.0
-    """paper's variant: means lie within this of 0, so that no client counts more than exp(2 limit) times another"""
+    """paper's variant: means lie within this of 0, so that by its mean no client counts more than exp(2 limit) times
+    another"""
     beta: float = 0.1
     """a Gaussian's deviation is at most this share of its mean; below 1"""
     gamma: float = 0.99
@@ -144,6 +153,10 @@ class FedDrl(Weighting):
         require(0 < self.rho <= 1, f"rho is {self.rho}; it must be above 0 and at most 1")
         for name in ("width", "replay", "batch"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        require(
+            self.batch <= self.replay,
+            f"batch is {self.batch}, but replay is {self.replay}, so that no lesson could begin; raise replay",
+        )
         require(self.updates >= 0, f"updates is {self.updates}; it must be 0 or more")
 
     @property
@@ -203,8 +216,11 @@ class FedDrl(Weighting):
         action = self._explored(self._act(agent.mind.networks.policy, seen), strength * drift)
         mean, deviation = jnp.split(action, 2)
         sample = mean + deviation * jax.random.normal(keys[1], mean.shape)
-        sample = jnp.zeros_like(sample).at[order].set(sample)
-        weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf)) if self.whole else jnp.maximum(sample, 0.0)
+        sample, mean = (jnp.zeros_like(values).at[order].set(values) for values in (sample, mean))
+        if self.whole:
+            weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf))
+        else:  # the others have the share of those who are missing, or the model would shrink
+            weights = jnp.maximum(sample, 0.0) * (jnp.sum(mean) / jnp.maximum(jnp.sum(mean, where=alive), _FLOOR))
         weights = jnp.where(alive, weights, 0.0)
         following = agent._replace(
             replay=replay,
@@ -222,22 +238,23 @@ class FedDrl(Weighting):
         """The reward of the decision before, and how wrong the agent is about its rewards."""
         return {"reward": state.reward, "td_error": state.mind.surprise}
 
-    def teach(self, state: Agent) -> tuple[Mind, jax.Array]:
-        """Learn from the memory; returns what was learned and the memory's new priorities."""
+    def teach(self, state: Agent) -> Lesson:
+        """Learn from the memory."""
         size = state.replay.size
         count = jnp.where(size >= self.batch, self.updates or size // self.batch, 0)
 
         def update(_: int, so_far: tuple[Mind, jax.Array]) -> tuple[Mind, jax.Array]:
             return self._update(state.replay, *so_far)
 
-        learned: tuple[Mind, jax.Array] = jax.lax.fori_loop(0, count, update, (state.mind, state.replay.priority))
-        return learned
+        mind, priority = jax.lax.fori_loop(0, count, update, (state.mind, state.replay.priority))
+        return Lesson(mind, priority, state.replay.written)
 
-    def adopt(self, state: Agent, lesson: tuple[Mind, jax.Array]) -> Agent:
+    def adopt(self, state: Agent, lesson: Lesson) -> Agent:
         """The agent with what was learned; rounds remembered since the lesson began keep their priority."""
-        mind, priority = lesson
-        known = jnp.where(priority > 0, priority, state.replay.priority)
-        return state._replace(mind=mind, replay=state.replay._replace(priority=known))
+        replay = state.replay
+        age = (replay.written - 1 - jnp.arange(len(replay.priority))) % len(replay.priority)  # 0: the newest
+        priority = jnp.where(age < replay.written - lesson.written, replay.priority, lesson.priority)
+        return state._replace(mind=lesson.mind, replay=replay._replace(priority=priority))
 
     def offline(self, agents: Sequence[Agent], epochs: int = 50, seed: int = 0) -> Mind:
         """What an agent learns from the memories of several; the second stage of two-stage training.
@@ -255,11 +272,12 @@ class FedDrl(Weighting):
             value_rate=0.005,
             rho=0.01,
             batch=FEWEST,
+            replay=size,
             updates=epochs * size // FEWEST,
         )
         fresh = student.init(agents[0].cohort, agents[0].cohort, seed)
         replay = Replay(rounds, jnp.ones(size), jnp.asarray(size))
-        mind: Mind = jax.jit(student.teach)(fresh._replace(replay=replay))[0]
+        mind: Mind = jax.jit(student.teach)(fresh._replace(replay=replay)).mind
         return mind._replace(moments=fresh.mind.moments)
 
     def _optimizers(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:

@@ -28,6 +28,7 @@ class Privacy:
     clip: float
     noise: float
     always_moves = False  # True: a round moves the shared model even if nobody answers
+    hides_failures = False  # True: who answers counts, whether or not its training went well
 
     def __post_init__(self) -> None:
         check_positive(clip=self.clip)
@@ -110,6 +111,7 @@ class Local(Privacy):
 
     clip: float = 1.0
     noise: float = 1.0
+    hides_failures = True
 
     def check(self, weighting: Weighting) -> None:
         """Losses that clients report would have no noise."""

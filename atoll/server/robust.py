@@ -165,7 +165,7 @@ def _middle(updates: Params, reports: Reports, cut: jax.Array | int) -> tuple[Pa
 
     The weights are clients' shares of the numbers that the mean is taken over.
     """
-    alive = reports.alive & finite(updates, reports.loss)
+    alive = reports.alive & finite(updates)  # whatever their losses, which clients may keep
     count, rows = jnp.sum(alive), jnp.arange(len(alive))
     cut = jnp.minimum(cut, jnp.maximum(count - 1, 0) // 2)
     ranked = _ranked(updates, alive)

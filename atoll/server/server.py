@@ -93,6 +93,8 @@ class ServerRule:
     weighting: Weighting
     optimizer: Optimizer
     privacy: Privacy | None = None
+    kept: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    """parts of the model that stay with clients: the server leaves its own as they are, whatever noise they get"""
 
     def init(self, params: Params, cohort: int, clients: int | None = None, seed: int = 0) -> ServerState:
         """State before the first round of a federation that draws `cohort` of `clients` for each."""
@@ -121,6 +123,8 @@ class ServerRule:
         if not self.weighting.whole:
             excess = jnp.sum(weights) - 1
             combined = jax.tree.map(lambda c, p: c + (excess * p).astype(c.dtype), combined, state.params)
+        if self.kept:
+            combined = {**combined, **{part: jax.tree.map(jnp.zeros_like, combined[part]) for part in self.kept}}
         steps, optimizer = self.optimizer.transform().update(
             jax.tree.map(jnp.negative, combined), state.optimizer, state.params
         )
