@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class Line(gymnasium.Env[Any, Any]):
             raise ValueError("fell over")
         if self.t == 2 and self.fail == "speechless":
             raise Speechless
+        if self.t == 2 and self.fail == "hang":
+            time.sleep(3600)
         if self.t == 2 and self.fail == "exit":
             os._exit(3)
         reward = np.nan if self.fail == "reward" else -abs(self.at - self.goal)
@@ -295,6 +298,21 @@ def test_a_worker_that_dies_costs_the_client_it_played() -> None:
     for client in (0, 2, 3):
         np.testing.assert_array_equal(rollout.reward[client], healthy.reward[client])
     _equal(_collect(problem), rollout)  # new workers took the place of the dead
+
+
+def test_a_client_that_hangs_is_left_out_when_patience_ends() -> None:
+    tasks = [{"goal": 0.0}, {"goal": 1.0, "fail": "hang"}, {"goal": 2.0}]
+    with pytest.raises(atoll.AtollError, match="patience is 5, but threads play"):
+        _gym(tasks, patience=5).build(3, 0, 0)
+    with pytest.raises(atoll.AtollError, match="patience is 0"):
+        _gym(tasks, patience=0)
+    problem = _gym(tasks, workers="processes(2)", patience=5).build(3, 0, 0)
+    with pytest.warns(
+        UserWarning, match=r"client 1 \(task .*\): its worker process gave no answer in 5 s; another one"
+    ):
+        rollout = _collect(problem)
+    assert np.isnan(rollout.reward[1]).all()
+    assert np.isfinite(rollout.reward[[0, 2]]).all()
 
 
 @pytest.mark.parametrize("fail", ["make", "reset", "reward"])

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import os
 import pickle
 import sys
@@ -69,6 +70,8 @@ class Gym(ProblemSettings):
     workers: int | str | None = None
     """who plays: threads, processes, threads(4), processes(4); or just how many (None: one for each core), then
     processes if they can import `make` and threads if not; changes no number"""
+    patience: float | None = None
+    """seconds a process may take over a client's episodes; one that takes longer is left out; None: any number"""
 
     poolable = False
 
@@ -88,6 +91,8 @@ class Gym(ProblemSettings):
         check_experience(self.episodes, self.batches, self.horizon)
         fit = self.workers is None or isinstance(self.workers, int | str)
         require(fit, f"workers is {self.workers!r}; give a number, or who plays: 'threads', 'processes(4)'")
+        known = self.patience is None or 0 < self.patience < math.inf
+        require(known, f"patience is {self.patience}; it must be a positive number of seconds, or None")
         count = self.workers if isinstance(self.workers, int) else self._workers().count
         require(count >= 0, f"workers is {self.workers}; it takes at least 1 to play")
 
@@ -115,7 +120,11 @@ class Gym(ProblemSettings):
                 f"{trouble.of(0, tasks[0])}; the first environment must start and take a step"
             ) from trouble
         kind, count, sent = self._crew(make)
-        sampler = GymSampler(sent, form, self.episodes, self.horizon, kind, count)
+        require(
+            self.patience is None or kind == "processes",
+            f"patience is {self.patience}, but threads play, which nobody can end; set workers='processes'",
+        )
+        sampler = GymSampler(sent, form, self.episodes, self.horizon, kind, count, self.patience)
         sampler.prepare()
         return ReinforcementProblem(
             tasks=jnp.asarray([enrol(client, task) for client, task in enumerate(tasks)], jnp.int32),

@@ -116,6 +116,7 @@ class Job(NamedTuple):
     task: Any
     params: Params
     words: np.ndarray  # [2], the key
+    patience: float | None  # seconds that a process may take over it (None: any number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,7 @@ class GymSampler:
     horizon: int
     kind: Kind
     count: int
+    patience: float | None = None
     _told: dict[int, set[str]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def prepare(self) -> None:
@@ -143,7 +145,7 @@ class GymSampler:
         def job(row: int, number: int) -> Job:
             mine = jax.tree.unflatten(structure, [leaf[row] for leaf in leaves])
             common = (self.make, self.form, self.episodes, self.horizon, policy)
-            return Job(*common, number, _enrolled[number][1], mine, words[row])
+            return Job(*common, number, _enrolled[number][1], mine, words[row], self.patience)
 
         found = _crew(self.kind, self.count).play([job(*row) for row in enumerate(numbers)])
         nothing = _blank(self.form, self.episodes, self.horizon, np.nan)
@@ -366,6 +368,10 @@ class _Elsewhere:
         self.start()
         try:
             self._pipe.send(job)
+            if not self._pipe.poll(job.patience):
+                self._drop()
+                text = f"its worker process gave no answer in {job.patience:g} s; another one takes its place"
+                return Trouble("process", None, text)
             found: Rollout | Trouble | RuntimeError = self._pipe.recv()
         except (EOFError, OSError):
             return Trouble("process", None, f"its worker process died {self._end()}; another one takes its place")
@@ -397,7 +403,7 @@ class _Elsewhere:
             raise
 
     def _drop(self) -> None:
-        """Interrupted while it was to answer: the answer must not be taken for that to the next question."""
+        """Do without an answer that is still to come: it must not be taken for that to the next question."""
         self._process.kill()
         self._end()
 
