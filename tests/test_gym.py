@@ -306,10 +306,9 @@ def test_a_client_that_hangs_is_left_out_when_patience_ends() -> None:
         _gym(tasks, patience=5).build(3, 0, 0)
     with pytest.raises(atoll.AtollError, match="patience is 0"):
         _gym(tasks, patience=0)
+    _collect(_gym(_goals(4), workers="processes(2)").build(4, 0, 0))  # workers have begun and imported what they need
     problem = _gym(tasks, workers="processes(2)", patience=5).build(3, 0, 0)
-    with pytest.warns(
-        UserWarning, match=r"client 1 \(task .*\): its worker process gave no answer in 5 s; another one"
-    ):
+    with pytest.warns(UserWarning, match=r"client 1 \(task .*\): its worker process gave no answer in 5 s; another"):
         rollout = _collect(problem)
     assert np.isnan(rollout.reward[1]).all()
     assert np.isfinite(rollout.reward[[0, 2]]).all()
