@@ -121,19 +121,23 @@ def train_minds(
     They are kept beside each other in its directory (worker-1, ...), as is the agent; interrupted, which returns
     None, the same call goes on. What can train as one batch does.
     """
-    for _, federation in federations:
+    untaught = []
+    for folder, federation in federations:
         check_workers(federation, workers)
-    untaught = [(folder, f) for folder, f in federations if not (folder / AGENT).exists()]
+        if not (folder / AGENT).exists():
+            untaught.append((folder, federation))
+        elif (folder / "worker-1").exists():  # else it was put there ready
+            for path, settings in _team(folder, federation, workers):
+                taught = (path / "config.json").exists()
+                require(taught, f"{folder} holds an agent that fewer workers taught; choose another --name or --out")
+                settings.check_same(path)
     teams: list[list[Run]] = []
     try:
         for folder, federation in untaught:
             teams.append([])
-            *_, dealt = federation.dealt  # workers have the same clients
             first: Agent = weighting_of(federation).init(federation.cohort, federation.clients, federation.seed)
-            for worker in range(1, workers + 1):
-                seed = (federation.seed + 1000 * worker) % 2**32
-                settings = dataclasses.replace(federation, seed=seed, partition_seed=dealt)
-                run = settings.start_or_resume(folder / f"worker-{worker}", engine)
+            for path, settings in _team(folder, federation, workers):
+                run = settings.start_or_resume(path, engine)
                 teams[-1].append(run)
                 if not run.begun:
                     install(run, first.mind)
@@ -150,3 +154,11 @@ def train_minds(
             for run in team:
                 run.close()
     return [load_mind(folder / AGENT, federation) for folder, federation in federations]
+
+
+def _team(folder: Path, federation: Federation, workers: int) -> list[tuple[Path, Federation]]:
+    """Where the workers of a federation's first stage are kept, and their settings: its clients, other chances."""
+    *_, dealt = federation.dealt
+    seeds = [(federation.seed + 1000 * worker) % 2**31 for worker in range(1, workers + 1)]
+    settings = [dataclasses.replace(federation, seed=seed, partition_seed=dealt) for seed in seeds]
+    return [(folder / f"worker-{number}", team) for number, team in enumerate(settings, 1)]

@@ -197,6 +197,8 @@ def _general_name(x509: Any, host: str) -> Any:
 
 def _write_secret(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, from the first moment on."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
+    draft.replace(path)  # whole, or not there at all

@@ -27,7 +27,7 @@ from .engines.local import LocalEngine
 from .engines.processes import LeadingEngine, Peer, find_cluster, find_leader, follow, gather_followers, leading
 from .errors import AtollError, require, unknown
 from .federation import Federation, Record, Run, Watcher, ctrl_c
-from .fleet import Fleet
+from .fleet import Fleet, fitting
 from .machine import cores
 from .problems import PROBLEMS
 from .problems.data import DATASETS
@@ -221,7 +221,7 @@ def resume_command(arguments: list[str]) -> int:
         run.close()
         raise AtollError(
             f"{directory} is finished at round {run.round}; to train on, raise it: "
-            f"atoll resume {directory} --rounds {2 * run.round}"
+            f"atoll resume {directory} --rounds {max(1, 2 * run.round)}"
         )
     console.print(f"{escape(directory)}: going on after round {run.round}")
     return _train(run, options.how.checkpoint_every)
@@ -273,7 +273,7 @@ def sweep_command(arguments: list[str]) -> int:
 
     name, rest = positional(arguments, "a recipe", RECIPES)
     chosen, rest = option(rest, "--algorithm")
-    varied = []
+    varied: list[list[tuple[str, str]]] = []
     while True:
         text, rest = option(rest, "--vary", first=True)
         if text is None:
@@ -281,7 +281,13 @@ def sweep_command(arguments: list[str]) -> int:
         setting, equals, values = text.partition("=")
         if not equals or not values:
             raise AtollError(f"--vary is {text}; write a setting and its values: --vary seed=0,1,2")
-        varied.append([(setting, value) for value in re.split(r",(?![^(]*\))", values)])
+        choices = re.split(r",(?![^(]*\))", values)
+        require(len(set(choices)) == len(choices), f"--vary is {text}; name every value once")
+        require(
+            all(setting != other[0][0] for other in varied),
+            f"--vary names {setting} twice; give all its values at once",
+        )
+        varied.append([(setting, value) for value in choices])
     if not varied:
         raise AtollError("name a setting and its values: --vary seed=0,1,2")
     label, default = base_federation(name, chosen)
@@ -298,10 +304,13 @@ def sweep_command(arguments: list[str]) -> int:
             path = folder / ",".join(f"{setting}={value}" for setting, value in combination)
             runs.append(Federation.from_config(content).start_or_resume(path, engine, any_rounds=True))
         console.print(f"{escape(str(folder))}: {len(runs)} runs, {describe(runs[0].federation)}")
-        fleet = Fleet(runs)
-        with progress_bar() as progress:
-            watch = _round_tracker(progress, "first of all", runs[0].federation.rounds, runs[0].round)
-            fleet.advance(lambda records: watch(records[0]), options.where.checkpoint_every)
+        for group in fitting(runs):  # several where some were stopped before others, or are new
+            fleet = Fleet(group)
+            with progress_bar() as progress:
+                watch = _round_tracker(progress, "first of all", group[0].federation.rounds, group[0].round)
+                fleet.advance(lambda records, watch=watch: watch(records[0]), options.where.checkpoint_every)  # type: ignore[misc]
+            if fleet.interrupted:
+                break
     finally:
         for run in runs:
             run.close()
@@ -382,8 +391,7 @@ def partition_command(arguments: list[str]) -> int:
     name, rest = positional(arguments, "a recipe", RECIPES)
     out, rest = option(rest, "--out")
     label, default = base_federation(name, None)
-    options = parse(_RunOptions, _RunOptions(default), rest, f"atoll partition {name}")
-    f = options.federation
+    f = parse(Federation, default, rest, f"atoll partition {name}")
     if not isinstance(f.problem, Classification):
         raise AtollError(f"{name} has no partition: its clients do not share out a data set")
     data, train, _ = f.problem.deal(*f.dealt)
@@ -505,10 +513,11 @@ def _check_run(directory: str) -> None:
 
 def _engine(count: int | None, peers: tuple[Peer, ...] = ()) -> LocalEngine:
     """An engine on `count` devices, or all, and on `peers`; a CPU's cores become devices, before JAX starts."""
-    jax.config.update("jax_num_cpu_devices", count or len(cores()))
+    most = len(cores())  # with more devices than cores XLA splits products otherwise, and numbers change
+    jax.config.update("jax_num_cpu_devices", min(count or most, most))
     devices = jax.local_devices()
     if count is not None and count > len(devices):
-        raise AtollError(f"devices is {count}, but there are {len(devices)}")
+        raise AtollError(f"devices is {count}, but there are {len(devices)}; lower it or leave it out for all")
     engine = LocalEngine.of(devices[:count])
     return LeadingEngine.beside(peers, engine) if peers else engine
 
@@ -530,7 +539,7 @@ def _train(run: Run, checkpoint_every: int, label: str = "training", hint: bool 
         raise AtollError(f"{error}; mend it and go on with: atoll resume {run.files and run.files.path}") from error
     assert run.files is not None
     path = escape(str(run.files.path))
-    if run.interrupted:
+    if run.interrupted and run.round < run.federation.rounds:
         if hint:
             console.print(f"stopped after round {run.round}; go on with: atoll resume {path}")
         return INTERRUPTED

@@ -7,6 +7,7 @@ not know Flower. What is trained, and how, is in `engines/flower.py`.
 import dataclasses
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from .errors import AtollError, require
 from .federation import Federation, ctrl_c
 from .machine import free_port, keep_compiled
 from .recipes import RECIPES
-from .runs import write_atomically
+from .runs import lock, write_atomically
 from .terminal import (
     INTERRUPTED,
     base_federation,
@@ -174,6 +175,7 @@ def join_command(arguments: list[str]) -> int:
         command += ["--root-certificates", str(certs / "ca.crt")]
         command += ["--auth-supernode-private-key", str(certs / "client.key")]
     folder.mkdir(parents=True, exist_ok=True)
+    alone = lock(folder)  # two clients in it would each count their own share of what privacy costs
     config = {"client-id": options.client_id, "client-dir": str(folder), **dataclasses.asdict(options.limits)}
     write_atomically(folder / "node.toml", _toml(config | brings._asdict()))
     _settle(folder)
@@ -181,7 +183,7 @@ def join_command(arguments: list[str]) -> int:
 
     print(f"client {options.client_id}: joining {address} with {words}; Ctrl-C leaves", flush=True)
     worker = Worker(f"127.0.0.1:{port}")
-    with ctrl_c() as stop:
+    with alone, ctrl_c() as stop:
         while not stop.is_set():
             node, why = subprocess.Popen(command), f"turned away by {address}"
             begun = busy = time.monotonic()
@@ -349,8 +351,12 @@ def _settle(folder: Path) -> None:
 
 def _toml(content: dict[str, Any]) -> str:
     """A flat TOML file; what is None is left out, and names get hyphens."""
+
+    def text(value: Any) -> str:
+        return "inf" if value == math.inf else json.dumps(value, ensure_ascii=False)
+
     known = ((name.replace("_", "-"), value) for name, value in content.items() if value is not None)
-    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in known)
+    return "".join(f"{name} = {text(value)}\n" for name, value in known)
 
 
 def _reachable(host: str, port: int) -> str:

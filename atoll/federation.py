@@ -102,7 +102,7 @@ class Federation:
         require(self.rounds >= 0, f"rounds is {self.rounds}; it must be 0 or more")
         for name in ("seed", "partition_seed"):
             value = getattr(self, name)
-            require(value is None or 0 <= value < 2**32, f"{name} is {value}; it must lie in 0..{2**32 - 1}")
+            require(value is None or 0 <= value < 2**31, f"{name} is {value}; it must lie in 0..{2**31 - 1}")
         require(0 <= self.dropout <= 1, f"dropout is {self.dropout}; it is a probability, 0 to 1")
         require(0 <= self.stragglers <= 1, f"stragglers is {self.stragglers}; it is a probability, 0 to 1")
 

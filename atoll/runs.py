@@ -52,6 +52,7 @@ class RunFiles:
         self._logs: dict[str, TextIO] = {name: (path / name).open("a") for name in _LOGS}
         self._events: SummaryWriter | None = None
         self._segments: dict[int, int] = {}  # round of a rows file -> number of rows in it
+        self._models = self._rounds("model")  # there are; looked up once, for a folder may hold thousands of files
 
     @staticmethod
     def create(path: Path, config: Mapping[str, Any]) -> "RunFiles":
@@ -112,24 +113,26 @@ class RunFiles:
         store = ClientStore(None) if store is None else store
         for log in self._logs.values():
             log.flush()
-        ids, leaves = store.take_changes()
+        ids, leaves = store.changes()
         if len(ids):
             self._write_rows(round_, ids, leaves)
         lengths = {f"length/{name}": np.asarray(log.tell()) for name, log in self._logs.items()}
         arrays = {f"state/{name}": np.asarray(leaf) for name, leaf in named_leaves(state)}
         _save_arrays(self._folder / f"model-{round_:08d}.npz", {**arrays, **lengths, "round": np.asarray(round_)})
-        kept = self._rounds("model")[-self._keep :]
-        for old in self._rounds("model")[: -self._keep]:
+        store.saved()
+        models = sorted({*self._models, round_})
+        for old in models[: -self._keep]:
             (self._folder / f"model-{old:08d}.npz").unlink()
-        self._compact(kept[0], len(store))
+        self._models = models[-self._keep :]
+        self._compact(self._models[0], len(store))
 
     def restore(self, template: Any, store: ClientStore | None = None) -> tuple[int, Any] | None:
         """Round and state of the newest checkpoint that is whole, and the store's rows; None if there never was one."""
         store = ClientStore(None) if store is None else store
-        if not self._rounds("model"):
+        if not self._models:
             self._cut_logs(dict.fromkeys(_LOGS, 0))
             return None
-        for round_ in reversed(self._rounds("model")):
+        for round_ in reversed(self._models):
             try:
                 content = _load_arrays(self._folder / f"model-{round_:08d}.npz")
                 rows = [
@@ -179,8 +182,8 @@ class RunFiles:
             log.seek(0, os.SEEK_END)
         for old in self.path.glob("events.out.*"):
             old.unlink()
-        for line in (self.path / "metrics.jsonl").read_text().splitlines():
-            self._plot(json.loads(line))
+        for record in read_lines(self.path / "metrics.jsonl"):
+            self._plot(record)
 
     def _rounds(self, kind: str) -> list[int]:
         found = (re.fullmatch(rf"{kind}-(\d+)\.npz", name) for name in os.listdir(self._folder))
@@ -197,6 +200,7 @@ class RunFiles:
             for later in self._rounds(kind):
                 if later > round_:
                     (self._folder / f"{kind}-{later:08d}.npz").unlink()
+        self._models = self._rounds("model")
 
     def _compact(self, oldest: int, clients: int) -> None:
         """Merge rows files up to the `oldest` checkpoint kept, once most of what they hold has been superseded."""

@@ -56,15 +56,18 @@ class ClientStore:
             column[rows] = np.asarray(value)
         self._changed.update(ids)
 
-    def take_changes(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Ids and rows, leaf by leaf, written since this was last asked."""
+    def changes(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Ids and rows, leaf by leaf, written since they were last `saved`."""
         ids = np.array(sorted(self._changed), np.int64)
-        self._changed.clear()
         rows = [self._row_of[int(client)] for client in ids]
         return ids, [column[rows] for column in self._columns]
 
+    def saved(self) -> None:
+        """What was written is safe now."""
+        self._changed.clear()
+
     def restore(self, clients: np.ndarray, leaves: list[np.ndarray]) -> None:
-        """Write rows that `take_changes` gave, without marking them changed."""
+        """Write rows that `changes` gave, without marking them changed."""
         before = set(self._changed)
         self.write(clients.tolist(), jax.tree.unflatten(self._structure, leaves))
         self._changed = before

@@ -12,6 +12,7 @@ from atoll import AtollError, cli
 from atoll.experiments.cells import interval, run_cells, verdict
 from atoll.experiments.per_fedavg import Table1
 from atoll.recipes import with_budget
+from atoll.runs import read_lines
 
 
 @pytest.fixture(autouse=True)
@@ -267,3 +268,46 @@ def test_no_space_names_the_command_that_goes_on(
     monkeypatch.setattr(atoll.Run, "checkpoint", full)
     assert cli.main(["run", "glyphs", "--rounds", "1", "--name", "full"]) == 2
     assert "No space left on device; mend it and go on with: atoll resume runs/full" in capsys.readouterr().err
+
+
+def test_a_sweep_goes_on_where_its_runs_were_stopped_apart() -> None:
+    def sweep(seeds: str, rounds: str) -> int:
+        return cli.main(["sweep", *SMALL, "--vary", f"seed={seeds}", "--rounds", rounds, "--name", "apart"])
+
+    assert sweep("0", "2") == 0
+    assert sweep("0,1", "3") == 0  # one goes on, one begins
+    assert cli.main(["sweep", *SMALL, "--vary", "seed=0,1", "--name", "at-once"]) == 0
+    for seed in (0, 1):
+        logs = [read_lines(Path("runs") / name / f"seed={seed}/metrics.jsonl") for name in ("apart", "at-once")]
+        assert {record["round"] for record in logs[0]} == {record["round"] for record in logs[1]} == {0, 1, 2, 3}
+        losses = [log[-1]["evaluation"]["seen"]["loss"] for log in logs]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("vary", "words"),
+    [
+        (["--vary", "seed=0,0"], "--vary is seed=0,0; name every value once"),
+        (["--vary", "seed=0", "--vary", "seed=1"], "--vary names seed twice"),
+    ],
+)
+def test_runs_of_a_sweep_differ(vary: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sweep", *SMALL, *vary]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_more_devices_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(cli.jax.config, "update", lambda *change: asked.append(change))
+    monkeypatch.setattr(cli, "cores", lambda: [0, 1])
+    monkeypatch.setattr(cli.jax, "local_devices", lambda: [object()] * asked[-1][1])
+    with pytest.raises(AtollError, match="devices is 7, but there are 2; lower it"):
+        cli._engine(7)
+
+
+def test_a_seed_beyond_what_keys_hold_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *SMALL, "--seed", "3000000000", "--name", "far"]) == 2
+    assert "seed is 3000000000; it must lie in 0..2147483647" in capsys.readouterr().err
+    assert not Path("runs/far").exists()
+    atoll.Federation(atoll.Quadratic(), atoll.FedAvg(), clients=2, cohort=2, seed=2**31 - 1).start().step()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from test_flower import KNOWN, Loop, _federation, _flower
 
 from atoll.cli import main
 from atoll.client import Brings, Limits, member
+from atoll.deploy import _toml
 from atoll.engines.flower import FlowerRun
 from atoll.engines.local import LocalEngine
 from atoll.engines.terms import Terms
 from atoll.problems.base import Own
 from atoll.problems.data import from_client
-from atoll.runs import RunFiles, load_part
+from atoll.runs import RunFiles, load_part, lock
 from atoll.server.accounting import composed, spent
 from atoll.server.privacy import Central, Local
 from atoll.server.secret import longest, private_mean, released
@@ -309,3 +311,15 @@ def test_a_part_of_nothing_cannot_be_held_out(tmp_path: Path) -> None:
     for share in (0.0, 1.5):
         with pytest.raises(atoll.AtollError, match="test_fraction must lie between 0 and 1"):
             from_client(data, share)
+
+
+def test_no_bound_is_written_as_toml_reads_it(tmp_path: Path) -> None:
+    text = _toml({"norm_bound": math.inf, "name": "Höfe", "none": None, "yes": True})
+    assert tomllib.loads(text) == {"norm-bound": math.inf, "name": "Höfe", "yes": True}
+
+
+def test_two_clients_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c").mkdir()
+    with lock(tmp_path / "c"):
+        assert main(["join", "127.0.0.1:9", "--client-id", "0", "--insecure", "--client-dir", str(tmp_path / "c")]) == 2
+    assert "is in use by another process" in capsys.readouterr().err

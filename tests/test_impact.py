@@ -381,3 +381,12 @@ def test_workers_that_remember_too_little_are_refused_before_they_start(tmp_path
     with pytest.raises(AtollError, match=r"2 workers remember 14 rounds, too few .*; set it to at least 8"):
         train_minds([(tmp_path / "run", _federation("feddrl(width=16, replay=7)", rounds=12))], 2)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_agent_of_another_first_stage_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    f = _federation(rounds=12)
+    assert train_minds([(tmp_path / "run", f)], 2) is not None
+    with pytest.raises(AtollError, match="fewer workers taught; choose another --name"):
+        train_minds([(tmp_path / "run", f)], 3)
+    with pytest.raises(AtollError, match=r"worker-1 holds a run with other settings \(rounds\)"):
+        train_minds([(tmp_path / "run", dataclasses.replace(f, rounds=13))], 2)

@@ -288,3 +288,35 @@ def test_the_store_holds_only_what_clients_keep() -> None:
     np.testing.assert_array_equal(store.read([2, 5, 10**6], newcomer)["v"][:, 0], [2, 7, 1])
     assert len(store) == 2
     assert store.bytes < 1000
+
+
+def test_rows_that_could_not_be_written_are_written_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FEDERATION_WITH_ROWS.start(tmp_path / "run")
+    run.step()
+    kept = len(run.store)
+    with monkeypatch.context() as full:
+        full.setattr("atoll.runs._save_arrays", _no_space)
+        with pytest.raises(OSError, match="No space"):
+            run.checkpoint()
+    run.checkpoint()
+    run.close()
+    assert kept > 0
+    assert len(atoll.Run.view(tmp_path / "run").store) == kept
+
+
+def test_a_log_whose_last_line_is_no_record_costs_that_line(tmp_path: Path) -> None:
+    FEDERATION_WITH_ROWS.run(directory=tmp_path / "run")
+    log = tmp_path / "run/metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]) + b"\0" * (len(lines[-1]) - 1) + b"\n")
+    run = atoll.Run.resume(tmp_path / "run", 5)
+    run.advance()
+    run.close()
+    assert run.round == 5
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+FEDERATION_WITH_ROWS = atoll.Federation(atoll.Quadratic(), atoll.Ditto(), clients=6, cohort=3, rounds=3)

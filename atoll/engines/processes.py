@@ -70,7 +70,7 @@ class Peer:
                 raise self._lost()
             words = json.loads(line)
             arrays = [np.lib.format.read_array(self._file, allow_pickle=False) for _ in range(words.pop("arrays"))]
-        except (OSError, ValueError) as error:  # ValueError: it ended within an array
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:  # it ended early, or is a stranger
             raise self._lost() from error
         if "error" in words:
             raise AtollError(f"process {self.number} failed: {words['error']}")

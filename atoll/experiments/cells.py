@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from ..agents import check_workers, install, train_minds
-from ..errors import require
+from ..errors import AtollError, require
 from ..federation import Federation, Record, Run
 from ..fleet import Fleet, fitting
 from ..machine import cores, keep_compiled
@@ -191,6 +192,11 @@ def _side_by_side(jobs: Mapping[str, Callable[[], Cell | None]], workers: int) -
                 yield waiting[future], future.result()
         except KeyboardInterrupt:
             yield "interrupted", None
+        except BrokenProcessPool as error:
+            raise AtollError(
+                "a worker process was ended from outside, as a rule for want of memory; the same command goes on from "
+                "the results that are there"
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
