@@ -249,7 +249,7 @@ def compare_command(arguments: list[str]) -> int:
     options = parse(_RunOptions, _RunOptions(base.federation), rest, f"atoll compare {name}")
     engine = _engine(options.where.devices)
     folder = run_folder(options.where.runs_dir, options.where.name, f"{name}-compared")
-    usual, asked = (dataclasses.asdict(f.server) for f in (base.federation, options.federation))
+    usual, asked = (f.server.config() for f in (base.federation, options.federation))
     changes = {name: value for name, value in asked.items() if value != usual[name]}
     for algorithm, rival in rivals.items():
         server = dataclasses.replace(rival.server, **changes)
