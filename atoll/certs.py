@@ -68,12 +68,17 @@ class _Authority:
         """A key, a certificate for it that bears the names `hosts`, and the CA's; nothing where there is a key."""
         from cryptography import x509
 
+        names = x509.SubjectAlternativeName([_general_name(x509, host) for host in hosts])
         if (folder / f"{stem}.key").exists():
+            there = x509.load_pem_x509_certificate((folder / f"{stem}.crt").read_bytes())
+            known = there.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            missing = [str(name.value) for name in names if name not in list(known)]
+            remedy = f"remove {folder / stem}.key to have another one made"
+            require(not missing, f"{folder / stem}.crt is not for {', '.join(missing)}; {remedy}")
             return
         folder.mkdir(parents=True, exist_ok=True)
         key = self.new_key()
         usage = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH if server else x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH
-        names = x509.SubjectAlternativeName([_general_name(x509, host) for host in hosts])
         write_atomically(folder / "ca.crt", self.certificate)
         certificate = self._sign(subject, key, 2, [names, x509.ExtendedKeyUsage([usage])])
         write_atomically(folder / f"{stem}.crt", certificate)

@@ -326,6 +326,11 @@ def test_certs_give_every_party_its_files_and_can_be_repeated(tmp_path: Path) ->
     assert "fl.example.org" in names.get_values_for_type(x509.DNSName)
     make_certs(tmp_path, 3, ["fl.example.org"])
     assert {path: path.read_bytes() for path in before} == before
+    with pytest.raises(atoll.AtollError, match=r"server.crt is not for fl.example.com, 10.0.0.8; remove .*server.key"):
+        make_certs(tmp_path, 3, ["fl.example.com", "10.0.0.8"])
+    (tmp_path / "server/server.key").unlink()
+    make_certs(tmp_path, 3, ["fl.example.com"])
+    assert (tmp_path / "server/server.crt").read_bytes() != before[tmp_path / "server/server.crt"]
     assert sorted(read_keys(tmp_path / "server").values()) == [0, 1, 2]
 
 
