@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import re
 import sys
 import time
 import warnings
@@ -281,7 +280,7 @@ def sweep_command(arguments: list[str]) -> int:
         setting, equals, values = text.partition("=")
         if not equals or not values:
             raise AtollError(f"--vary is {text}; write a setting and its values: --vary seed=0,1,2")
-        choices = re.split(r",(?![^(]*\))", values)
+        choices = _values(values)
         require(len(set(choices)) == len(choices), f"--vary is {text}; name every value once")
         require(
             all(setting != other[0][0] for other in varied),
@@ -321,6 +320,18 @@ def sweep_command(arguments: list[str]) -> int:
     print(text)
     print(f"\ncurves: {out / 'curves.png'}")
     return 0
+
+
+def _values(text: str) -> list[str]:
+    """The parts of a text between its commas, but for those in brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _set(content: Any, setting: str, value: str) -> None:

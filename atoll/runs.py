@@ -76,6 +76,11 @@ class RunFiles:
         except OSError as error:
             raise AtollError(f"cannot create {path}: {error.strerror}; choose another --runs-dir") from error
 
+    @property
+    def newest(self) -> int | None:
+        """Round of the newest checkpoint; None if there is none."""
+        return self._models[-1] if self._models else None
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Say what this run is."""
         write_atomically(self.path / "config.json", _pretty(config))

@@ -311,3 +311,9 @@ def test_a_seed_beyond_what_keys_hold_is_refused_before_anything_is_written(caps
     assert "seed is 3000000000; it must lie in 0..2147483647" in capsys.readouterr().err
     assert not Path("runs/far").exists()
     atoll.Federation(atoll.Quadratic(), atoll.FedAvg(), clients=2, cohort=2, seed=2**31 - 1).start().step()
+
+
+def test_values_of_a_sweep_are_parted_outside_of_brackets() -> None:
+    specs = ["mlp(activation=elu, widths=(8, 8))", "logistic", "sgd(1.0)"]
+    assert cli._values(",".join(specs)) == specs
+    assert cli._values("0,1") == ["0", "1"]

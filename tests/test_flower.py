@@ -26,7 +26,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from atoll.certs import make_certs, read_keys
 from atoll.cli import main
 from atoll.client import Home
-from atoll.engines.flower import FlowerRun, client_app
+from atoll.engines.flower import FlowerRun, client_app, prepare
 from atoll.engines.local import LocalEngine
 from atoll.engines.superlink import Guard
 from atoll.engines.terms import Terms
@@ -268,6 +268,19 @@ def test_a_server_killed_in_mid_round_goes_on_and_no_client_trains_a_round_twice
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines if "counted" in line] == [1, 2, 3, 4]
     assert lines[-1]["evaluation"]["seen"] == whole.history[-1]["evaluation"]["seen"]  # personal models too
+
+
+def test_fewer_rounds_than_a_run_has_are_refused_and_forgotten(tmp_path: Path) -> None:
+    federation = _federation(rounds=2)
+    run = _flower(federation, Loop(tmp_path, range(6)))
+    prepare(tmp_path / "run", federation)
+    run.reopen(tmp_path / "run")
+    run.advance()
+    run.close()
+    with pytest.raises(atoll.AtollError, match="has trained to round 2, but rounds is 1; ask for as many"):
+        prepare(tmp_path / "run", _federation(rounds=1))
+    prepare(tmp_path / "run", _federation(rounds=3))
+    assert json.loads((tmp_path / "run/config.json").read_text())["federation"]["rounds"] == 3
 
 
 def test_a_client_goes_back_past_damage_in_its_folder(tmp_path: Path) -> None:

@@ -159,6 +159,11 @@ def test_processes_that_do_not_fit_are_turned_away_and_told_why() -> None:
         with socket.create_connection(address) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert stranger.recv(100) == b""
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"{}\n")
+            assert stranger.recv(100) == b""
+        first.close()
+        first = find_leader(address, 3, 1)  # started anew
         second = find_leader(address, 3, 2)
         assert [peer.number for peer in leader.result(60)] == [1, 2]
     for peer in (first, second, *leader.result()):

@@ -416,8 +416,12 @@ def prepare(directory: Path, f: Federation) -> None:
         return
     f.check_same(directory, any_rounds=True)
     files = RunFiles(directory)
-    files.write_config(content)
-    files.close()
+    try:
+        done, remedy = files.newest or 0, "ask for as many or more, or choose another --name"
+        require(f.rounds >= done, f"{directory} has trained to round {done}, but rounds is {f.rounds}; {remedy}")
+        files.write_config(content)
+    finally:
+        files.close()
 
 
 def serve(grid: Grid, directory: Path, terms: Terms, known: Mapping[bytes, int] | None) -> None:

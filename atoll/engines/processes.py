@@ -76,6 +76,16 @@ class Peer:
             raise AtollError(f"process {self.number} failed: {words['error']}")
         return words, arrays
 
+    @property
+    def gone(self) -> bool:
+        """Whether the other end, which has nothing to say at the moment, is no more."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """End the connection."""
         with suppress(OSError):  # what was not sent yet cannot be sent any more
@@ -128,7 +138,9 @@ def _greeted(connection: socket.socket, processes: int, found: dict[int, Peer]) 
     except AtollError:  # no process of Atoll's
         peer.close()
         return None
-    reason = None
+    before, reason = found.get(words.get("process", 0)), None
+    if before is not None and before.gone:  # it was started anew
+        found.pop(before.number).close()
     if words.get("atoll") != __version__:
         reason = f"process 0 runs Atoll {__version__}, this one {words.get('atoll')}; install the same"
     elif words.get("processes") != processes:
