@@ -165,6 +165,9 @@ def run_command(arguments: list[str]) -> int:
     mind = None
     if options.agent.source:
         mind = load_mind(options.agent.source, options.federation)
+        if not (directory / "config.json").exists():  # a run that is there already is refused below
+            RunFiles.make_folder(directory)
+            save_mind(directory / AGENT, mind)  # before the config, which says that there is a run to resume
     elif options.agent.workers:
         if (directory / "config.json").exists():
             raise AtollError(f"{directory} holds a run already; continue it: atoll resume {directory}")
@@ -173,9 +176,6 @@ def run_command(arguments: list[str]) -> int:
         if mind is None:
             console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")
             return INTERRUPTED
-    if mind is not None and not (directory / "config.json").exists():  # a run that is there already is refused below
-        RunFiles.make_folder(directory)
-        save_mind(directory / AGENT, mind)  # before the config, which says that there is a run to resume
     run = options.federation.start(directory, engine)
     if mind is not None:
         install(run, mind)

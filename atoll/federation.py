@@ -115,7 +115,7 @@ class Federation:
         """A run before its first round; with a `directory` it logs there."""
         config = {"federation": self.config()} if directory is not None else {}
         run = Run(self, engine or LocalEngine.of())  # bad settings must show before a directory is made
-        run.spent(rounds=1)
+        run.spent(rounds=1)  # what cannot be accounted for is not trained
         if directory is not None:
             run.files = RunFiles.create(Path(directory), config)
         return run
@@ -214,7 +214,7 @@ class Run:
         if rounds is not None:
             federation = dataclasses.replace(federation, rounds=rounds)
         run = Run(federation, engine or LocalEngine.of())
-        run.spent(rounds=1)
+        run.spent(rounds=1)  # what cannot be accounted for is not trained
         run.reopen(Path(directory))
         return run
 
@@ -362,10 +362,7 @@ class Run:
         return record
 
     def spent(self, rounds: int) -> float | None:
-        """The epsilon that so many rounds cost every client at the usual delta; None without privacy.
-
-        Whoever lacks the account's library learns it from here, before a round is trained.
-        """
+        """The epsilon that so many rounds cost every client at the usual delta; None without privacy."""
         if not isinstance(self.rule.privacy, Central | Local):
             return None
         return spent(self.rule.privacy, rounds, self._clients, self._cohort, DELTA)

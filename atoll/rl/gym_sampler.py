@@ -269,7 +269,7 @@ def _flat(space: spaces.Space[Any], obs: Any, episode: int) -> np.ndarray:
         raise Trouble("observation", episode, text) from error
     if box and flat.shape != space.shape:
         raise Trouble("observation", episode, f"an observation has shape {flat.shape}, its space says {space.shape}")
-    if flat.size != spaces.flatdim(space):
+    if not box and flat.shape != (spaces.flatdim(space),):
         text = f"an observation has {flat.size} numbers, its space has {spaces.flatdim(space)}"
         raise Trouble("observation", episode, text)
     return flat.reshape(-1)
