@@ -86,7 +86,8 @@ def test_dynamics_have_folders_of_their_own() -> None:
 def test_another_reach_has_results_of_its_own() -> None:
     usual, tenth = fmrl.Table1(scale="paper"), fmrl.Table1(scale="paper", reach=0.1)
     assert usual.folder != tenth.folder
-    assert [item.federation("cheetah-dir").problem.reach for item in (usual, tenth)] == [1.0, 0.1]
+    assert [item.federation("cheetah-dir").problem.reach for item in (usual, tenth)] == [0.5, 0.1]
+    assert fmrl.Table1().federation("cheetah-dir").problem.reach == 1
     with pytest.raises(atoll.AtollError, match=r"reach is 0\.0"):
         fmrl.Table1(reach=0.0).federation("cheetah-dir")
 
