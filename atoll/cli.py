@@ -165,9 +165,6 @@ def run_command(arguments: list[str]) -> int:
     mind = None
     if options.agent.source:
         mind = load_mind(options.agent.source, options.federation)
-        if not (directory / "config.json").exists():  # a run that is there already is refused below
-            RunFiles.make_folder(directory)
-            save_mind(directory / AGENT, mind)  # before the config, which says that there is a run to resume
     elif options.agent.workers:
         if (directory / "config.json").exists():
             raise AtollError(f"{directory} holds a run already; continue it: atoll resume {directory}")
@@ -176,9 +173,13 @@ def run_command(arguments: list[str]) -> int:
         if mind is None:
             console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")
             return INTERRUPTED
-    run = options.federation.start(directory, engine)
+    run = options.federation.start(engine=engine)  # which may refuse its settings, before anything is written
     if mind is not None:
         install(run, mind)
+        if options.agent.source and not (directory / "config.json").exists():  # a run that is there is refused below
+            RunFiles.make_folder(directory)
+            save_mind(directory / AGENT, mind)  # before the config, which says that there is a run to resume
+    run.keep(directory)
     console.print(f"{escape(str(directory))}: {describe(options.federation)}")
     return _train(run, options.where.checkpoint_every)
 

@@ -71,6 +71,19 @@ def test_a_finished_run_can_be_taken_further(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run.params["body"], whole.params["body"])
 
 
+def test_a_finished_run_is_scored_again_without_a_trace(tmp_path: Path) -> None:
+    run = _federation().run(directory=tmp_path / "run")
+    before = _files(tmp_path / "run")
+    assert run.evaluate() == run.history[-1]
+    assert _files(tmp_path / "run") == before
+    open_run = _federation().start(tmp_path / "looked-at")
+    open_run.evaluate()
+    open_run.advance()
+    open_run.evaluate()
+    open_run.close()
+    assert _files(tmp_path / "looked-at") == before
+
+
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 0.99])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path, where: float) -> None:
     _federation().run(directory=tmp_path / "whole")
