@@ -26,7 +26,7 @@ from .engines.local import LocalEngine
 from .engines.processes import LeadingEngine, Peer, find_cluster, find_leader, follow, gather_followers, leading
 from .errors import AtollError, require, unknown
 from .federation import Federation, Record, Run, Watcher, ctrl_c
-from .fleet import Fleet, fitting
+from .fleet import Fleet, fitting, share_arrays
 from .machine import cores
 from .problems import PROBLEMS
 from .problems.data import DATASETS
@@ -303,6 +303,7 @@ def sweep_command(arguments: list[str]) -> int:
                 _set(content, setting, value)
             path = folder / ",".join(f"{setting}={value}" for setting, value in combination)
             runs.append(Federation.from_config(content).start_or_resume(path, engine, any_rounds=True))
+            share_arrays(runs[0], runs[-1])
         console.print(f"{escape(str(folder))}: {len(runs)} runs, {describe(runs[0].federation)}")
         for group in fitting(runs):  # several where some were stopped before others, or are new
             fleet = Fleet(group)

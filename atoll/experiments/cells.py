@@ -19,7 +19,7 @@ from scipy import stats
 from ..agents import check_workers, install, train_minds
 from ..errors import AtollError, require
 from ..federation import Federation, Record, Run
-from ..fleet import Fleet, fitting
+from ..fleet import Fleet, fitting, share_arrays
 from ..machine import cores, keep_compiled
 from ..runs import write_atomically
 
@@ -132,6 +132,7 @@ def _train(
     try:
         for name, job in batch.items():
             runs[name] = job.federation.start_or_resume(folder / "runs" / name, any_rounds=True)
+            share_arrays(next(iter(runs.values())), runs[name])
         workers, clock = next(iter(batch.values())).workers, _Clock(folder / "runs", batch)
         if workers:
             untaught = [name for name, run in runs.items() if not run.begun]
