@@ -27,6 +27,7 @@ from .engines.local import (
     init_params,
 )
 from .errors import AtollError, require
+from .machine import cores
 from .problems import PROBLEMS, Locomotion
 from .problems.base import Params, Problem, ProblemSettings
 from .runs import RunFiles, main_score
@@ -231,13 +232,20 @@ class Run:
 
     def keep(self, path: Path) -> None:
         """Log and checkpoint in `path`, where no run must be."""
-        self.files = RunFiles.create(path, {"federation": self.federation.config()})
+        self.files = RunFiles.create(path, {"cores": len(cores()), "federation": self.federation.config()})
 
     def reopen(self, path: Path) -> None:
         """Log and checkpoint in `path`, where a run of these settings is, and go on from its newest checkpoint."""
+        now = len(cores())
+        before = RunFiles.read_config(path).get("cores", now)
         self._restore(path)
         assert self.files
-        self.files.write_config({"federation": self.federation.config()})
+        if self.round == self.federation.rounds:  # nothing is left to do
+            now = before
+        self.files.write_config({"cores": now, "federation": self.federation.config()})
+        if now != before and self.restored and self.engine.devices[0].platform == "cpu":
+            text = f"{path} was trained on {before} CPU cores and goes on with {now}: the last bits may differ"
+            warnings.warn(f"{text} from those of a run never stopped; to have the same, use as many", stacklevel=3)
 
     def _restore(self, path: Path) -> None:
         self.files = RunFiles(path)
