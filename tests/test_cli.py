@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import atoll
@@ -261,6 +262,30 @@ def test_a_run_whose_agent_is_in_training_says_how_to_go_on(tmp_path: Path, caps
     (tmp_path / "two" / "worker-1").mkdir(parents=True)
     assert cli.main(["resume", str(tmp_path / "two")]) == 2
     assert "still in training; repeat the `atoll run` command that began it, with --name two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("vary", "words"),
+    [
+        ("algorithm.alpha=0.1,-1", "alpha is -1.0"),
+        ("problem.partition=iid,iidd", "did you mean 'iid'"),
+        ("cohort=2,4", "cohort is 2 in one run of the fleet and 4 in another"),
+    ],
+)
+def test_a_sweep_with_a_bad_value_leaves_nothing(vary: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sweep", *SMALL, "--vary", vary]) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_want_of_memory_costs_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    monkeypatch.setattr(atoll.Run, "step", full)
+    assert cli.main(["run", *SMALL]) == 2
+    expected = "atoll: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.); smaller batches"
+    assert expected in capsys.readouterr().err
 
 
 def test_an_agent_for_a_run_that_is_refused_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
