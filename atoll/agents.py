@@ -12,7 +12,7 @@ from typing import Any
 from .engines.local import LocalEngine
 from .errors import AtollError, require
 from .federation import Federation, Record, Run
-from .fleet import Fleet, fitting
+from .fleet import Fleet, fitting, share_arrays
 from .runs import RunFiles, load_part, newest_checkpoint, save_part
 from .server.impact import FEWEST, Agent, FedDrl, Mind
 
@@ -139,6 +139,7 @@ def train_minds(
             for path, settings in _team(folder, federation, workers):
                 run = settings.start_or_resume(path, engine)
                 teams[-1].append(run)
+                share_arrays(teams[0][0], run)
                 if not run.begun:
                     install(run, first.mind)
         for group in fitting(run for team in teams for run in team):

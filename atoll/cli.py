@@ -26,7 +26,7 @@ from .engines.local import LocalEngine
 from .engines.processes import LeadingEngine, Peer, find_cluster, find_leader, follow, gather_followers, leading
 from .errors import AtollError, require, unknown
 from .federation import Federation, Record, Run, Watcher, ctrl_c
-from .fleet import Fleet, fitting
+from .fleet import Fleet, fitting, share_arrays
 from .machine import cores
 from .problems import PROBLEMS
 from .problems.data import DATASETS
@@ -165,9 +165,6 @@ def run_command(arguments: list[str]) -> int:
     mind = None
     if options.agent.source:
         mind = load_mind(options.agent.source, options.federation)
-        if not (directory / "config.json").exists():  # a run that is there already is refused below
-            RunFiles.make_folder(directory)
-            save_mind(directory / AGENT, mind)  # before the config, which says that there is a run to resume
     elif options.agent.workers:
         if (directory / "config.json").exists():
             raise AtollError(f"{directory} holds a run already; continue it: atoll resume {directory}")
@@ -176,9 +173,13 @@ def run_command(arguments: list[str]) -> int:
         if mind is None:
             console.print(f"stopped; go on with the same command and --name {escape(directory.name)}")
             return INTERRUPTED
-    run = options.federation.start(directory, engine)
+    run = options.federation.start(engine=engine)  # which may refuse its settings, before anything is written
     if mind is not None:
         install(run, mind)
+        if options.agent.source and not (directory / "config.json").exists():  # a run that is there is refused below
+            RunFiles.make_folder(directory)
+            save_mind(directory / AGENT, mind)  # before the config, which says that there is a run to resume
+    run.keep(directory)
     console.print(f"{escape(str(directory))}: {describe(options.federation)}")
     return _train(run, options.where.checkpoint_every)
 
@@ -295,18 +296,27 @@ def sweep_command(arguments: list[str]) -> int:
     where = options.where
     folder = run_folder(where.runs_dir, where.name, free_name(where.runs_dir, f"{label}-sweep"))
     runs: list[Run] = []
+    new: list[tuple[Run, Path]] = []
     try:
         for combination in itertools.product(*varied):
             content = options.federation.config()
             for setting, value in combination:
                 _set(content, setting, value)
             path = folder / ",".join(f"{setting}={value}" for setting, value in combination)
-            runs.append(Federation.from_config(content).start_or_resume(path, engine, any_rounds=True))
+            settings = Federation.from_config(content)
+            if (path / "config.json").exists():
+                runs.append(settings.start_or_resume(path, engine, any_rounds=True))
+            else:
+                runs.append(settings.start(engine=engine))
+                new.append((runs[-1], path))
+            share_arrays(runs[0], runs[-1])
+        fleets = [Fleet(group) for group in fitting(runs)]  # several where some were stopped before others, or are new
+        for run, path in new:  # none before all settings are known to be good
+            run.keep(path)
         console.print(f"{escape(str(folder))}: {len(runs)} runs, {describe(runs[0].federation)}")
-        for group in fitting(runs):  # several where some were stopped before others, or are new
-            fleet = Fleet(group)
+        for fleet in fleets:
             with progress_bar() as progress:
-                watch = _round_tracker(progress, "first of all", group[0].federation.rounds, group[0].round)
+                watch = _round_tracker(progress, "first of all", fleet.runs[0].federation.rounds, fleet.round)
                 fleet.advance(lambda records, watch=watch: watch(records[0]), options.where.checkpoint_every)  # type: ignore[misc]
             if fleet.interrupted:
                 break
@@ -504,6 +514,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return 0
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        text = str(error).splitlines()[0]
+        print(f"atoll: out of memory ({text}); smaller batches, cohorts or models need less", file=sys.stderr)
+        return 2
     except OSError as error:  # no space, no permission, a folder where a file should be
         print(f"atoll: {error}", file=sys.stderr)
         return 2

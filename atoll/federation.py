@@ -27,6 +27,7 @@ from .engines.local import (
     init_params,
 )
 from .errors import AtollError, require
+from .machine import cores
 from .problems import PROBLEMS, Locomotion
 from .problems.base import Params, Problem, ProblemSettings
 from .runs import RunFiles, main_score
@@ -58,7 +59,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         require(self.every >= 1, f"evaluation.every is {self.every}; it must be at least 1")
-        require(self.steps >= 0, f"evaluation.steps is {self.steps}; it must be 0 or more")
+        require(0 <= self.steps < 2**31, f"evaluation.steps is {self.steps}; it must lie in 0..{2**31 - 1}")
         require(self.rate is None or 0 < self.rate < math.inf, f"evaluation.rate is {self.rate}; it must be positive")
         require(0 < self.later < math.inf, f"evaluation.later is {self.later}; it must be positive")
         require(self.clients >= 1, f"evaluation.clients is {self.clients}; it must be at least 1")
@@ -113,11 +114,12 @@ class Federation:
 
     def start(self, directory: str | Path | None = None, engine: LocalEngine | None = None) -> "Run":
         """A run before its first round; with a `directory` it logs there."""
-        config = {"federation": self.config()} if directory is not None else {}
+        if directory is not None:
+            self.config()  # what cannot be written down shows at once
         run = Run(self, engine or LocalEngine.of())  # bad settings must show before a directory is made
         run.spent(rounds=1)  # what cannot be accounted for is not trained
         if directory is not None:
-            run.files = RunFiles.create(Path(directory), config)
+            run.keep(Path(directory))
         return run
 
     def start_or_resume(
@@ -190,6 +192,7 @@ class Run:
         self.files: RunFiles | None = None
         self.round = 0
         self.history: list[Record] = []
+        self._by_client: Record = {}  # scores of the last evaluation
         self.interrupted = False
         self.restored = False
         self.rule = dataclasses.replace(f.server.build(), kept=f.algorithm.keeps)
@@ -227,11 +230,22 @@ class Run:
         run.files = None
         return run
 
+    def keep(self, path: Path) -> None:
+        """Log and checkpoint in `path`, where no run must be."""
+        self.files = RunFiles.create(path, {"cores": len(cores()), "federation": self.federation.config()})
+
     def reopen(self, path: Path) -> None:
         """Log and checkpoint in `path`, where a run of these settings is, and go on from its newest checkpoint."""
+        now = len(cores())
+        before = RunFiles.read_config(path).get("cores", now)
         self._restore(path)
         assert self.files
-        self.files.write_config({"federation": self.federation.config()})
+        if self.round == self.federation.rounds:  # nothing is left to do
+            now = before
+        self.files.write_config({"cores": now, "federation": self.federation.config()})
+        if now != before and self.restored and self.engine.devices[0].platform == "cpu":
+            text = f"{path} was trained on {before} CPU cores and goes on with {now}: the last bits may differ"
+            warnings.warn(f"{text} from those of a run never stopped; to have the same, use as many", stacklevel=3)
 
     def _restore(self, path: Path) -> None:
         self.files = RunFiles(path)
@@ -341,6 +355,7 @@ class Run:
         fairness: Record = {}
         record: Record = {"round": self.round, "evaluation": {}, "fairness": fairness}
         by_client: Record = {"round": self.round}
+        self._by_client = by_client
         for group, members in self.groups().items():
             tables = scores[group]
             sound = np.all([np.isfinite(table).all(1) for table in tables.values()], axis=0)
@@ -357,8 +372,6 @@ class Run:
         epsilon = self.spent(self.round)
         if epsilon is not None:
             record["privacy"] = {"noise": "seeded", "epsilon": _number(epsilon), "delta": DELTA}
-        if self.files:
-            self.files.log_clients(by_client)
         return record
 
     def spent(self, rounds: int) -> float | None:
@@ -410,10 +423,12 @@ class Run:
         return newcomer if self.store.empty_handed else self.store.read(clients.tolist(), newcomer)
 
     def note(self, record: Record) -> Record:
-        """Add a record to the history and to the files."""
+        """Add a record to the history and to the files, one of an evaluation with every client's scores."""
         self.history.append(record)
         if self.files:
             self.files.log(record)
+            if "evaluation" in record:
+                self.files.log_clients(self._by_client)
         return record
 
     def checkpoint(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from .engines.local import Axes, Gathering, Lessons, LocalEngine, Phases, Rate, RoundReport, T, Work
 from .errors import AtollError, require
 from .federation import EVALUATED_AT_ONCE, Record, Run, train
-from .problems.base import Data, Params
+from .problems.base import Data, Params, Problem
 from .problems.reinforcement import ReinforcementProblem
 
 FleetWatcher = Callable[[list[Record]], None]
@@ -190,6 +190,25 @@ def fitting(runs: Iterable[Run]) -> list[list[Run]]:
         shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(run.problem))
         groups.setdefault((run.round, run.begun, shapes), []).append(run)
     return list(groups.values())
+
+
+def share_arrays(first: Run, run: Run) -> None:
+    """Let `run` hold the arrays of `first`'s problem in the place of its own that are the same, such as all images."""
+
+    def shared(problem: Problem) -> Problem:
+        others, (leaves, form) = jax.tree.leaves(first.problem), jax.tree.flatten(problem)
+        if len(others) == len(leaves):
+            problem = jax.tree.unflatten(form, list(map(_one_of, others, leaves)))
+        return problem
+
+    problem, training = run.problem, run.work.problem
+    run.problem = shared(problem)
+    run.work = run.work._replace(problem=run.problem if training is problem else shared(training))
+
+
+def _one_of(other: jax.Array, mine: jax.Array) -> jax.Array:
+    same = other.dtype == mine.dtype and other.sharding == mine.sharding and np.array_equal(other, mine)
+    return other if same else mine
 
 
 def together(work: Sequence[Phases[T]]) -> list[T]:

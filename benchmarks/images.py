@@ -50,17 +50,20 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", len(cores()))  # as atoll's commands do
     print(jax.devices()[0].device_kind, "JAX", jax.__version__, flush=True)
     for model in options.models or IMAGES:
+        speeds = []
         for partition in options.partitions:
             try:
                 ours, by_core = speed(model, partition, options)
             except AtollError as error:
                 parser.error(str(error))
+            speeds.append((partition, ours))
             precision = jax.config.jax_default_matmul_precision or "float32"  # type: ignore[attr-defined]
             about = f"{options.runs} runs, {partition}, {precision} products"
             print(f"{model}: {ours:,.0f} images/s, {by_core:,.0f} a second of a core's work; {about}", flush=True)
         if options.torch:
             theirs = torch_speed(options.torch, model, options.rounds)
-            print(f"{model}: {theirs:,.0f} images/s by PyTorch: {ours / theirs:.1f} times as many", flush=True)
+            times = ", ".join(f"{ours / theirs:.1f} times as many ({partition})" for partition, ours in speeds)
+            print(f"{model}: {theirs:,.0f} images/s by PyTorch, whatever the partition; Atoll {times}", flush=True)
 
 
 def noise(model: str) -> Dataset:

@@ -166,7 +166,9 @@ def test_noise_and_partial_participation_still_improve_everybody(name: str) -> N
         (lambda: atoll.FedProx(mu=-1.0), "mu is -1.0"),
         (lambda: atoll.PFedMe(inner_steps=0), "inner_steps is 0"),
         (lambda: atoll.Ditto(lam=-1.0), "lam is -1.0"),
-        (lambda: atoll.FedRep(head_steps=0), "steps is 0"),
+        (lambda: atoll.FedRep(head_steps=0), "head_steps is 0"),
+        (lambda: atoll.Ditto(personal_steps=2**31), "personal_steps is 2147483648; .* at most 2147483647"),
+        (lambda: atoll.FedAvg(epochs=10_001), "epochs is 10001; give at most 10000"),
     ],
 )
 def test_impossible_settings_are_refused_by_value(build: Any, words: str) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +69,29 @@ def test_jobs_of_one_kin_are_fleets_of_what_fits_together(tmp_path: Path, monkey
     assert fleets == []
     train(2, 2, "lean")  # which results had not yet: made again from the runs
     assert sum(fleets) == 4
+
+
+def test_what_a_run_takes_is_counted_across_interruptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    f = atoll.Federation(atoll.Quadratic(), atoll.FedAvg(), clients=4, cohort=2, rounds=4, evaluation=SCORED)
+    jobs = {f"{seed}": Job(dataclasses.replace(f, seed=seed), {"seed": seed}, "all") for seed in (0, 1)}
+    now = [0.0]
+    monkeypatch.setattr("atoll.experiments.cells.time.monotonic", lambda: now[0])
+
+    def train(stop: int | None = None) -> bool:
+        def figures(records: list[dict[str, Any]]) -> str:
+            now[0] += 3.0  # a round, or the first scores
+            if records[0]["round"] == stop:
+                os.kill(os.getpid(), signal.SIGINT)
+            return ""
+
+        curve = lambda fleet: [{"curve": [[run.round]]} for run in fleet.runs]  # noqa: E731
+        return train_jobs(jobs, tmp_path, curve, figures, lambda *said: None, together=2)
+
+    assert not train(stop=2)
+    now[0] += 1000.0
+    assert train()
+    for seed in jobs:
+        assert json.loads((tmp_path / "cells" / f"{seed}.json").read_text())["seconds"] == 7.5  # half of 15 seconds
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")

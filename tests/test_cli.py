@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import atoll
 from atoll import AtollError, cli
+from atoll.agents import save_mind
 from atoll.experiments.cells import interval, run_cells, verdict
 from atoll.experiments.per_fedavg import Table1
 from atoll.recipes import with_budget
@@ -177,6 +179,9 @@ def test_a_partition_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "per-fedavg"], "put train-images-idx3-ubyte.gz"),
         (["run", "glyphs", "--cohort", "60"], "cohort is 60, but there are only 50 clients"),
         (["run", "glyphs", "--algorithm.steps", "0"], "steps is 0"),
+        (["run", "glyphs", "--algorithm.steps", "2147483648"], "steps is 2147483648"),
+        (["run", "glyphs", "--evaluation.steps", "2147483648"], "evaluation.steps is 2147483648"),
+        (["run", "glyphs", "--problem.batch", "2147483648"], "batch is 2147483648"),
         (["run", "glyphs", "--algorithm.alpha", "-0.1"], "alpha is -0.1"),
         (["run", "glyphs", "--algorithm", "metta"], "did you mean 'meta'"),
         (["run", "glyphs", "--problem.data", "mnits"], "did you mean 'mnist'"),
@@ -257,6 +262,41 @@ def test_a_run_whose_agent_is_in_training_says_how_to_go_on(tmp_path: Path, caps
     (tmp_path / "two" / "worker-1").mkdir(parents=True)
     assert cli.main(["resume", str(tmp_path / "two")]) == 2
     assert "still in training; repeat the `atoll run` command that began it, with --name two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("vary", "words"),
+    [
+        ("algorithm.alpha=0.1,-1", "alpha is -1.0"),
+        ("problem.partition=iid,iidd", "did you mean 'iid'"),
+        ("cohort=2,4", "cohort is 2 in one run of the fleet and 4 in another"),
+    ],
+)
+def test_a_sweep_with_a_bad_value_leaves_nothing(vary: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sweep", *SMALL, "--vary", vary]) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_want_of_memory_costs_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    monkeypatch.setattr(atoll.Run, "step", full)
+    assert cli.main(["run", *SMALL]) == 2
+    expected = "atoll: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.); smaller batches"
+    assert expected in capsys.readouterr().err
+
+
+def test_an_agent_for_a_run_that_is_refused_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    f = atoll.Federation(atoll.Quadratic(), atoll.FedAvg(), atoll.Server(weighting="feddrl"), cohort=4)
+    save_mind(tmp_path / "agent.npz", f.start().state.weighting.mind)
+    flags = [*SMALL, "--server.weighting", "feddrl", "--agent.from", "agent.npz", "--name", "taught"]
+    assert cli.main(["run", *flags, "--problem.model", "cnnn"]) == 2
+    assert "did you mean 'cnn'" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    assert cli.main(["run", *flags, "--rounds", "1"]) == 0
+    assert (Path("runs/taught") / "agent.npz").read_bytes() == (tmp_path / "agent.npz").read_bytes()
 
 
 def test_no_space_names_the_command_that_goes_on(

@@ -24,7 +24,7 @@ from atoll.engines.local import LocalEngine
 from atoll.engines.terms import Terms
 from atoll.problems.base import Own
 from atoll.problems.data import from_client
-from atoll.runs import RunFiles, load_part, lock
+from atoll.runs import load_part, lock
 from atoll.server.accounting import composed, spent
 from atoll.server.privacy import Central, Local
 from atoll.server.secret import longest, private_mean, released
@@ -299,7 +299,7 @@ def test_robust_rules_move_the_model_though_clients_keep_their_losses(tmp_path: 
 def test_a_report_says_what_real_clients_have_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     federation = _federation(server=atoll.Server(privacy="central(clip=0.5, noise=4.0)"), clients=3, rounds=2)
     run = _flower(federation, Loop(tmp_path / "clients", range(3)))
-    run.files = RunFiles.create(tmp_path / "run", {"federation": federation.config()})
+    run.keep(tmp_path / "run")
     run.advance()
     run.close()
     assert main(["report", str(tmp_path / "run")]) == 0

@@ -11,7 +11,7 @@ import pytest
 import atoll
 from atoll import loops
 from atoll.errors import AtollError
-from atoll.fleet import Fleet
+from atoll.fleet import Fleet, share_arrays
 
 RUNNING = atoll.Federation(
     atoll.Locomotion("cheetah-dir", "rllab", episodes=2, horizon=10, policy="gaussian(widths=(8,))"),
@@ -100,6 +100,22 @@ def test_a_fleet_stopped_in_its_first_round_logs_nothing_twice(tmp_path: Path) -
     for federation in federations:
         lines = (tmp_path / str(federation.seed) / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == federation.run().history
+
+
+def test_images_of_many_runs_are_held_once() -> None:
+    problem = atoll.Classification("glyphs", "dirichlet(0.3)", "logistic", batch=8)
+    first = atoll.Federation(problem, atoll.FedAvg(), clients=6, cohort=2, rounds=1)
+    pooled = dataclasses.replace(first, algorithm=atoll.Centralised(steps=2))
+    federations = [first, dataclasses.replace(first, seed=1), pooled]
+    runs = [f.start(engine=atoll.LocalEngine.of(jax.local_devices()[:1])) for f in federations]
+    for run in runs:
+        share_arrays(runs[0], run)
+        assert run.problem.x is run.work.problem.x is runs[0].problem.x
+    assert runs[1].problem.order is not runs[0].problem.order
+    assert runs[1].work.problem is runs[1].problem
+    for federation, run in zip(federations, runs, strict=True):
+        run.advance()
+        np.testing.assert_array_equal(run.params["head"]["w"], federation.run().params["head"]["w"])
 
 
 def test_runs_that_do_not_fit_together_are_refused() -> None:

@@ -71,6 +71,29 @@ def test_a_finished_run_can_be_taken_further(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run.params["body"], whole.params["body"])
 
 
+def test_a_finished_run_is_scored_again_without_a_trace(tmp_path: Path) -> None:
+    run = _federation().run(directory=tmp_path / "run")
+    before = _files(tmp_path / "run")
+    assert run.evaluate() == run.history[-1]
+    assert _files(tmp_path / "run") == before
+    open_run = _federation().start(tmp_path / "looked-at")
+    open_run.evaluate()
+    open_run.advance()
+    open_run.evaluate()
+    open_run.close()
+    assert _files(tmp_path / "looked-at") == before
+
+
+def test_a_run_that_goes_on_with_other_cores_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.federation.cores", lambda: range(99))
+    _federation(rounds=1).run(directory=tmp_path / "run")
+    monkeypatch.setattr("atoll.federation.cores", lambda: range(7))
+    _federation(rounds=1).start_or_resume(tmp_path / "run").close()  # finished: nothing changes
+    with pytest.warns(UserWarning, match="was trained on 99 CPU cores and goes on with 7: the last bits may differ"):
+        atoll.Run.resume(tmp_path / "run", 2).close()
+    atoll.Run.resume(tmp_path / "run", 2).close()
+
+
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 0.99])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path, where: float) -> None:
     _federation().run(directory=tmp_path / "whole")

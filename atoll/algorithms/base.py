@@ -21,6 +21,7 @@ from ..loops import count_loop
 from ..problems.base import Batch, Data, Params, Problem, Purpose
 
 Each = Callable[[Callable[..., Any]], Callable[..., Any]]
+_MOST_EPOCHS = 10_000  # of 200,000 samples: more have too many for 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +168,13 @@ def local_sgd(
     return local_steps(problem, data, start, step, steps, epochs, share)
 
 
-def check_work(steps: int, epochs: int = 0) -> None:
-    """A client must have something to do."""
+def check_work(epochs: int = 0, **steps: int) -> None:
+    """A client must have something to do, and no more than can be counted in 32 bits."""
     require(epochs >= 0, f"epochs is {epochs}; give 1 or more, or 0 to count in steps")
-    require(epochs > 0 or steps >= 1, f"steps is {steps}; a client needs at least 1 local step")
+    require(epochs <= _MOST_EPOCHS, f"epochs is {epochs}; give at most {_MOST_EPOCHS}, or 0 to count in steps")
+    for name, count in steps.items():
+        require(epochs > 0 or count >= 1, f"{name} is {count}; a client needs at least 1 local step")
+        require(count < 2**31, f"{name} is {count}; a client takes at most {2**31 - 1} local steps a round")
 
 
 def check_positive(**values: float) -> None:

@@ -32,8 +32,7 @@ class Ditto(Algorithm):
     def __post_init__(self) -> None:
         check_positive(rate=self.rate, personal_rate=self.personal_rate)
         check_not_negative(lam=self.lam)
-        check_work(self.steps)
-        check_work(self.personal_steps)
+        check_work(steps=self.steps, personal_steps=self.personal_steps)
 
     @property
     def adaptation_rate(self) -> float:

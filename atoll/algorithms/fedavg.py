@@ -24,7 +24,7 @@ class FedAvg(Algorithm):
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate)
-        check_work(self.steps, self.epochs)
+        check_work(self.epochs, steps=self.steps)
 
     @property
     def adaptation_rate(self) -> float:

@@ -28,8 +28,7 @@ class FedRep(Algorithm):
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate)
-        check_work(self.steps)
-        check_work(self.head_steps)
+        check_work(steps=self.steps, head_steps=self.head_steps)
 
     @property
     def adaptation_rate(self) -> float:

@@ -73,7 +73,7 @@ class Meta(Algorithm):
 
     def __post_init__(self) -> None:
         check_positive(alpha=self.alpha, beta=self.beta, delta=self.delta)
-        check_work(self.steps)
+        check_work(steps=self.steps)
         if self.order not in ORDERS:
             raise unknown("order", self.order, ORDERS)
 

@@ -10,7 +10,6 @@ mixing beta is the learning rate of the server's SGD here.
 
 import jax
 
-from ..errors import require
 from ..problems.base import Batch, Data, Params, Problem
 from ..settings import settings
 from ..shuffle import stream
@@ -36,8 +35,7 @@ class PFedMe(Algorithm):
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate, inner_rate=self.inner_rate, lam=self.lam)
-        check_work(self.steps)
-        require(self.inner_steps >= 1, f"inner_steps is {self.inner_steps}; it must be at least 1")
+        check_work(steps=self.steps, inner_steps=self.inner_steps)
 
     @property
     def adaptation_rate(self) -> float:

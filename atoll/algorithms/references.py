@@ -21,7 +21,7 @@ class LocalOnly(Algorithm):
 
     def __post_init__(self) -> None:
         check_positive(rate=self.rate)
-        check_work(self.steps)
+        check_work(steps=self.steps)
 
     @property
     def adaptation_rate(self) -> float:

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -19,7 +19,7 @@ from scipy import stats
 from ..agents import check_workers, install, train_minds
 from ..errors import AtollError, require
 from ..federation import Federation, Record, Run
-from ..fleet import Fleet, fitting
+from ..fleet import Fleet, fitting, share_arrays
 from ..machine import cores, keep_compiled
 from ..runs import write_atomically
 
@@ -122,37 +122,66 @@ def _train(
 ) -> Iterator[tuple[str, Cell | None]]:
     """Results by job, None where interrupted; runs that fit together are one fleet."""
     runs: dict[str, Run] = {}
+
+    def watched(records: list[Record], **more: Any) -> None:
+        if "evaluation" in records[0]:
+            clock.charge()
+        if watch:
+            watch(records, **more)
+
     try:
         for name, job in batch.items():
             runs[name] = job.federation.start_or_resume(folder / "runs" / name, any_rounds=True)
-        workers, first_stage = next(iter(batch.values())).workers, time.monotonic()
+            share_arrays(next(iter(runs.values())), runs[name])
+        workers, clock = next(iter(batch.values())).workers, _Clock(folder / "runs", batch)
         if workers:
             untaught = [name for name, run in runs.items() if not run.begun]
             teams = [(folder / "agents" / name, batch[name].federation) for name in untaught]
-            minds = train_minds(teams, workers, watch=watch, checkpoint_every=25)
+            minds = train_minds(teams, workers, watch=watched, checkpoint_every=25)
+            clock.charge()
             if minds is None:
                 yield next(iter(batch)), None
                 return
             for name, mind in zip(untaught, minds, strict=True):
                 install(runs[name], mind)
-            before = workers * sum(job.federation.rounds for job in batch.values())
-            watch = partial(watch, before=before) if watch else None
-        first_stage = (time.monotonic() - first_stage) / len(batch)
+        before = workers * sum(job.federation.rounds for job in batch.values())
         names_of = {id(run): name for name, run in runs.items()}
         for group in fitting(runs.values()):
             names = [names_of[id(run)] for run in group]
-            start = time.monotonic()
+            clock.turn_to(names)
             fleet = Fleet(group)
-            fleet.advance(watch, checkpoint_every=25)
+            fleet.advance(partial(watched, before=before), checkpoint_every=25)
+            seconds = clock.charge()
             if fleet.interrupted:
                 yield names[0], None
                 return
-            seconds = round(first_stage + (time.monotonic() - start) / len(names), 1)
             for name, cell in zip(names, results(fleet), strict=True):
-                yield name, batch[name].about | cell | {"seconds": seconds}
+                yield name, batch[name].about | cell | {"seconds": round(seconds[name], 1)}
     finally:
         for run in runs.values():
             run.close()
+
+
+class _Clock:
+    """The seconds that runs take, a share each of those that train together; kept beside them, across interruptions."""
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self._folder, self._names, self._since = folder, list(names), time.monotonic()
+
+    def turn_to(self, names: Iterable[str]) -> None:
+        """From here on only these take time."""
+        self._names, self._since = list(names), time.monotonic()
+
+    def charge(self) -> dict[str, float]:
+        """Add the time since the last charge; returns what each has taken in all."""
+        now = time.monotonic()
+        share, self._since = (now - self._since) / len(self._names), now
+        taken = {}
+        for name in self._names:
+            file = self._folder / name / "seconds.json"
+            taken[name] = share + (json.loads(file.read_text()) if file.exists() else 0.0)
+            write_atomically(file, f"{taken[name]:.3f}\n")
+        return taken
 
 
 def run_cells(jobs: Mapping[str, Callable[[], Cell | None]], folder: Path, track: Track, workers: int) -> bool:

@@ -201,6 +201,7 @@ class Classification(ProblemSettings):
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, f"batch is {self.batch}; a minibatch needs at least 1 sample")
+        require(self.batch < 2**31, f"batch is {self.batch}; it can be at most {2**31 - 1}")
         if self.scaling not in get_args(Scaling):
             raise unknown("scaling", self.scaling, get_args(Scaling))
         require(self.adapt in ("train", "test"), f"adapt is '{self.adapt}'; choose train or test")
