@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
 import warnings
@@ -336,7 +337,7 @@ def _values(text: str) -> list[str]:
     """The parts of a text between its commas, but for those in brackets."""
     parts, depth = [""], 0
     for letter in text:
-        depth += (letter == "(") - (letter == ")")
+        depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
             parts.append("")
         else:
@@ -514,10 +515,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return 0
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        text = str(error).partition("\n")[0]
+        if isinstance(error, jax.errors.JaxRuntimeError) and not re.search("RESOURCE_EXHAUSTED|Out of memory", text):
             raise
-        text = str(error).splitlines()[0]
         print(f"atoll: out of memory ({text}); smaller batches, cohorts or models need less", file=sys.stderr)
         return 2
     except OSError as error:  # no space, no permission, a folder where a file should be

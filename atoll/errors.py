@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class AtollError(Exception):
@@ -30,3 +31,10 @@ def check_counts(**values: int | None) -> None:
     """Every count must be at least 1; None stands for a default."""
     for name, value in values.items():
         require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+
+
+def check_whole(settings: object, *names: str) -> None:
+    """Every named field of `settings` must be a whole number."""
+    for name in names:
+        value = getattr(settings, name)
+        require(isinstance(value, Integral), f"{name} is {value!r}; it must be a whole number")

@@ -26,7 +26,7 @@ from .engines.local import (
     draw_cohort,
     init_params,
 )
-from .errors import AtollError, require
+from .errors import AtollError, check_whole, require
 from .machine import cores
 from .problems import PROBLEMS, Locomotion
 from .problems.base import Params, Problem, ProblemSettings
@@ -40,6 +40,11 @@ from .store import ClientStore
 Record = dict[str, Any]
 Watcher = Callable[[Record], None]
 EVALUATED_AT_ONCE = 128  # clients whose models are held at the same time
+_PARTS = {  # of a federation: what each must be, and an example
+    "problem": (ProblemSettings, 'atoll.Classification("mnist")'),
+    "algorithm": (Algorithm, "atoll.FedAvg()"),
+    "server": (Server, "atoll.Server()"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Evaluation:
     """score at most so many clients of each kind, the same ones every time"""
 
     def __post_init__(self) -> None:
+        check_whole(self, "every", "steps", "clients")
         require(self.every >= 1, f"evaluation.every is {self.every}; it must be at least 1")
         require(0 <= self.steps < 2**31, f"evaluation.steps is {self.steps}; it must lie in 0..{2**31 - 1}")
         require(self.rate is None or 0 < self.rate < math.inf, f"evaluation.rate is {self.rate}; it must be positive")
@@ -93,7 +99,13 @@ class Federation:
     evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
 
     def __post_init__(self) -> None:
+        for name, (kind, example) in _PARTS.items():
+            part = getattr(self, name)
+            require(isinstance(part, kind), f"{name} is {part!r}, which is no {name}; give one, such as {example}")
+        own_deal = () if self.partition_seed is None else ("partition_seed",)
+        check_whole(self, "clients", "cohort", "rounds", "seed", "new_clients", *own_deal)
         require(self.clients >= 1, f"clients is {self.clients}; a federation needs at least 1")
+        require(self.clients + self.new_clients < 2**31, f"clients is {self.clients}; there can be 2147483647 in all")
         require(self.new_clients >= 0, f"new_clients is {self.new_clients}; it must be 0 or more")
         require(self.cohort >= 1, f"cohort is {self.cohort}; a round needs at least 1 client")
         require(
@@ -171,10 +183,7 @@ class Federation:
     @staticmethod
     def from_config(content: Any) -> "Federation":
         """The inverse of `config`."""
-        federation = from_dict(Federation, content, {**ALGORITHMS, **PROBLEMS})
-        require(isinstance(federation.algorithm, Algorithm), "config.algorithm: its kind is not that of an algorithm")
-        require(isinstance(federation.problem, ProblemSettings), "config.problem: its kind is not that of a problem")
-        return federation
+        return from_dict(Federation, content, {**ALGORITHMS, **PROBLEMS})
 
 
 class Run:
@@ -386,24 +395,24 @@ class Run:
 
     def score(self, clients: np.ndarray, steps: int | None = None, rate: float | None = None) -> dict[str, np.ndarray]:
         """Scores of `clients` [C] after 0..steps adaptation steps of size `rate`, each [C, steps + 1]."""
+        about = self.adaptation(clients, steps, rate)
         blocks = [clients[i : i + EVALUATED_AT_ONCE] for i in range(0, len(clients), EVALUATED_AT_ONCE)]
-        steps = self.federation.evaluation.steps if steps is None else steps
-        work, about = self.scoring, (self.round, steps, self.rate(rate))
+        work = self.scoring
         phases = [self.engine.evaluate(work, self.params, block, self.own(block), *about) for block in blocks]
         parts = [complete(block) for block in phases]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def personalize(self, client: int, steps: int | None = None, rate: float | None = None) -> Params:
         """The model of `client`: its personal part, then `steps` adaptation steps of size `rate` on its own data."""
-        f = self.federation
-        require(
-            0 <= client < f.clients + f.new_clients,
-            f"there is no client {client}; clients are 0..{f.clients + f.new_clients - 1}",
-        )
-        steps = f.evaluation.steps if steps is None else steps
         one = np.array([client])
-        about = (self.round, steps, self.rate(rate))
+        about = self.adaptation(one, steps, rate)
         models = complete(self.engine.personalize(self.scoring, self.params, one, self.own(one), *about))
+        sound = all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(models))
+        require(
+            sound,
+            f"the model of client {client} is not finite: its environment failed, as a warning says, or training "
+            "diverged; take another client or a lower rate",
+        )
         return jax.tree.map(lambda leaf: leaf[0], models)
 
     def close(self) -> None:
@@ -411,11 +420,19 @@ class Run:
         if self.files:
             self.files.close()
 
-    def rate(self, rate: float | None = None) -> Rate:
-        """Sizes of adaptation steps: as given, as the evaluation says, or the algorithm's own."""
-        evaluation = self.federation.evaluation
-        given = evaluation.rate if rate is None else rate
-        return Rate(self.federation.algorithm.adaptation_rate if given is None else given, evaluation.later)
+    def adaptation(
+        self, clients: np.ndarray, steps: int | None = None, rate: float | None = None
+    ) -> tuple[int, int, Rate]:
+        """How `clients` adapt: the round, as many steps as given or as the evaluation says, and their sizes."""
+        f = self.federation
+        last = f.clients + f.new_clients - 1
+        for client in np.asarray(clients).tolist():
+            known = isinstance(client, int) and 0 <= client <= last
+            require(known, f"there is no client {client!r}; clients are 0..{last}")
+        given = {name: value for name, value in (("steps", steps), ("rate", rate)) if value is not None}
+        evaluation = dataclasses.replace(f.evaluation, **given)  # type: ignore[arg-type]
+        first = f.algorithm.adaptation_rate if evaluation.rate is None else evaluation.rate
+        return self.round, evaluation.steps, Rate(first, evaluation.later)
 
     def own(self, clients: np.ndarray) -> Params:
         """What `clients` [C] keep, [C, ...]; None if this algorithm's clients keep nothing."""

@@ -103,16 +103,16 @@ class Squadron:
     def score(self, clients: np.ndarray, steps: int | None = None) -> Phases[Scores]:
         """Scores of `clients` [C] in every run after 0..steps adaptation steps, each [R, C, steps + 1]."""
         engine, work = self._scoring
-        first = self.runs[0]
-        steps = first.federation.evaluation.steps if steps is None else steps
-        rates: Rate = _stacked([run.rate() for run in self.runs])
+        about = [run.adaptation(clients, steps) for run in self.runs]
+        round_, steps, _ = about[0]
+        rates: Rate = _stacked([rate for *_, rate in about])
         shared = _joined([staff.state.params for staff in self._staffs])
         parts = []
         for start in range(0, len(clients), EVALUATED_AT_ONCE):
             block = clients[start : start + EVALUATED_AT_ONCE]
             own = _stacked([run.own(block) for run in self.runs])
             everywhere = np.broadcast_to(block, (len(self.runs), len(block)))
-            part = yield from engine.evaluate(work, shared, everywhere, own, first.round, steps, rates)
+            part = yield from engine.evaluate(work, shared, everywhere, own, round_, steps, rates)
             parts.append(part)
         return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from .errors import AtollError
+from .errors import AtollError, require
 from .store import ClientStore
 from .version import __version__
 
@@ -135,6 +135,12 @@ class RunFiles:
         """Round and state of the newest checkpoint that is whole, and the store's rows; None if there never was one."""
         store = ClientStore(None) if store is None else store
         if not self._models:
+            trained = max((record.get("round", 0) for record in read_lines(self.path / "metrics.jsonl")), default=0)
+            require(
+                trained == 0,
+                f"{self.path} has records of {trained} rounds but no checkpoint; put its checkpoints back, or start "
+                "the run anew under another name",
+            )
             self._cut_logs(dict.fromkeys(_LOGS, 0))
             return None
         for round_ in reversed(self._models):
@@ -143,7 +149,6 @@ class RunFiles:
                 rows = [
                     (r, _load_arrays(self._folder / f"rows-{r:08d}.npz")) for r in self._rounds("rows") if r <= round_
                 ]
-                state = _fill(template, content)
                 lengths = {name: int(content[f"length/{name}"]) for name in _LOGS}
             except (OSError, ValueError, KeyError) as error:
                 warnings.warn(
@@ -151,6 +156,13 @@ class RunFiles:
                     stacklevel=2,
                 )
                 continue
+            try:
+                state = _fill(template, content)
+            except (ValueError, KeyError) as error:
+                raise AtollError(
+                    f"the checkpoint of round {round_} in {self.path} is whole, but does not fit its config ({error}); "
+                    "undo what was changed in config.json"
+                ) from error
             for r, segment in rows:
                 ids = segment.pop("ids")
                 store.restore(ids, [segment[f"leaf/{i}"] for i in range(len(segment))])
@@ -187,8 +199,11 @@ class RunFiles:
             log.seek(0, os.SEEK_END)
         for old in self.path.glob("events.out.*"):
             old.unlink()
-        for record in read_lines(self.path / "metrics.jsonl"):
-            self._plot(record)
+        try:
+            for record in read_lines(self.path / "metrics.jsonl"):
+                self._plot(record)
+        except AtollError as error:  # training does not need them
+            warnings.warn(f"{error}; TensorBoard's curves begin here", stacklevel=4)
 
     def _rounds(self, kind: str) -> list[int]:
         found = (re.fullmatch(rf"{kind}-(\d+)\.npz", name) for name in os.listdir(self._folder))
@@ -297,12 +312,17 @@ def _load_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Records of a JSON-lines file; a last line cut off by a kill is ignored."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    records: list[dict[str, Any]] = []
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
-            break
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif number < len(lines):
+            raise AtollError(f"cannot read line {number} of {path}; put a copy of the file back, or take the line out")
     return records
 
 

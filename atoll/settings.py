@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import jax
+import numpy as np
 import tyro
 
 from .errors import AtollError, unknown
@@ -87,7 +88,10 @@ def parse_spec(kind: str, registry: Mapping[str, type[T]], text: str | T) -> T:
 
 
 def _literal(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    try:
+        return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)} is no number, name or text") from None
 
 
 def spec(registry: Mapping[str, type[T]], value: T | str) -> str:
@@ -110,6 +114,8 @@ def to_dict(value: Any, names: Mapping[type[Any], str]) -> Any:
         return {key: to_dict(item, names) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_dict(item, names) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise AtollError(f"a {type(value).__name__} cannot be written into a config; give it by name or by path")

@@ -187,6 +187,7 @@ def test_a_partition_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "glyphs", "--problem.data", "mnits"], "did you mean 'mnist'"),
         (["run", "glyphs", "--problem.data", "./nowhere/"], "nowhere"),
         (["run", "glyphs", "--problem.partition", "dirichlet(-1)"], "-1"),
+        (["run", "glyphs", "--problem.partition", "dirichlet(1/2)"], "1 / 2 is no number, name or text"),
         (["run", "glyphs", "--problem.partition", "dirichlet(apha=1)"], "write dirichlet(alpha=0.5)"),
         (["run", "glyphs", "--problem.model", "mlpp"], "did you mean 'mlp'"),
         (["run", "glyphs", "--problem.model", "mlp(widths=0)"], "widths"),
@@ -278,14 +279,26 @@ def test_a_sweep_with_a_bad_value_leaves_nothing(vary: str, words: str, capsys: 
     assert not Path("runs").exists()
 
 
-def test_want_of_memory_costs_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"),
+            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.",
+        ),
+        (jax.errors.JaxRuntimeError("INTERNAL: Out of memory\nmore"), "INTERNAL: Out of memory"),
+        (MemoryError("Unable to allocate 9 TiB"), "Unable to allocate 9 TiB"),
+    ],
+)
+def test_want_of_memory_costs_one_line(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*_: object) -> None:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+        raise error
 
     monkeypatch.setattr(atoll.Run, "step", full)
     assert cli.main(["run", *SMALL]) == 2
-    expected = "atoll: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.); smaller batches"
-    assert expected in capsys.readouterr().err
+    assert f"atoll: out of memory ({words}); smaller batches" in capsys.readouterr().err
 
 
 def test_an_agent_for_a_run_that_is_refused_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,4 +369,5 @@ def test_a_seed_beyond_what_keys_hold_is_refused_before_anything_is_written(caps
 def test_values_of_a_sweep_are_parted_outside_of_brackets() -> None:
     specs = ["mlp(activation=elu, widths=(8, 8))", "logistic", "sgd(1.0)"]
     assert cli._values(",".join(specs)) == specs
+    assert cli._values("[1,2],{3,4},5") == ["[1,2]", "{3,4}", "5"]
     assert cli._values("0,1") == ["0", "1"]

@@ -288,7 +288,9 @@ def test_an_exported_app_is_one_that_flower_accepts_and_runs(
 
 @pytest.mark.parametrize("weighting", ["median", "trimmed-mean", "geometric-median"])
 def test_robust_rules_move_the_model_though_clients_keep_their_losses(tmp_path: Path, weighting: str) -> None:
-    server = atoll.Server(weighting, privacy="local(clip=5.0, noise=0.01)")
+    server = atoll.Server(
+        weighting, privacy="local(clip=5.0, noise=0.0001)"
+    )  # noise that no seed repeats, and too little to move it
     run = _flower(_federation(server=server, clients=3, rounds=1), Loop(tmp_path, range(3)))
     before = jax.device_get(run.params)
     run.advance()

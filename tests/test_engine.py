@@ -170,6 +170,12 @@ def test_a_population_of_a_million_needs_no_memory_for_those_who_never_came() ->
         ({"cohort": 0}, "cohort is 0"),
         ({"clients": 0}, "clients is 0"),
         ({"rounds": -1}, "rounds is -1"),
+        ({"rounds": 2.5}, "rounds is 2.5; it must be a whole number"),
+        ({"partition_seed": "a"}, "partition_seed is 'a'; it must be a whole number"),
+        ({"new_clients": 2**31}, "there can be 2147483647 in all"),
+        ({"problem": "mnist"}, r"problem is 'mnist', which is no problem; give one, such as atoll.Classification\("),
+        ({"algorithm": "fedavg"}, r"algorithm is 'fedavg', which is no algorithm; give one, such as atoll.FedAvg\(\)"),
+        ({"server": "adam"}, r"server is 'adam', which is no server; give one, such as atoll.Server\(\)"),
         ({"seed": -1}, "seed is -1"),
         ({"dropout": 1.5}, "dropout is 1.5"),
         ({"stragglers": -0.1}, "stragglers is -0.1"),
@@ -177,13 +183,25 @@ def test_a_population_of_a_million_needs_no_memory_for_those_who_never_came() ->
 )
 def test_impossible_federations_are_refused_by_value(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(atoll.AtollError, match=words):
-        _federation(atoll.FedAvg(), **changes)
+        dataclasses.replace(_federation(atoll.FedAvg()), **changes)
 
 
 def test_only_clients_that_exist_can_be_personalised() -> None:
     run = _federation(atoll.FedAvg()).start()
     with pytest.raises(atoll.AtollError, match=r"no client 9; clients are 0\.\.8"):
         run.personalize(9)
+    with pytest.raises(atoll.AtollError, match=r"no client -1; clients are 0\.\.8"):
+        run.score(np.array([0, -1]))
+    with pytest.raises(atoll.AtollError, match=r"steps is 1\.5; it must be a whole number"):
+        run.personalize(0, steps=1.5)  # type: ignore[arg-type]
+    with pytest.raises(atoll.AtollError, match=r"rate is -1\.0; it must be positive"):
+        run.score(np.arange(2), rate=-1.0)
+
+
+def test_a_personal_model_that_is_not_finite_is_not_handed_out() -> None:
+    run = _federation(atoll.FedAvg()).start()
+    with pytest.raises(atoll.AtollError, match="the model of client 3 is not finite"):
+        run.personalize(3, rate=1e38, steps=5)
 
 
 @pytest.mark.parametrize(("count", "parts"), [(10, 2), (9, 2), (5, 3), (7, 1)])

@@ -55,7 +55,7 @@ def test_what_could_not_be_seen_is_not_filmed(tmp_path: Path) -> None:
     assert len(titles) == 2  # one client in training: neither it twice nor a new one
     assert titles[1].startswith("client 0, ")
     run.state = run.state._replace(params=jax.tree.map(lambda leaf: leaf * np.nan, run.params))
-    with pytest.raises(AtollError, match="shared by all: this policy is not finite"):
+    with pytest.raises(AtollError, match="the model of client 0 is not finite"):
         film(run, tmp_path / "film.gif")
 
 

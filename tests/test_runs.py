@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import atoll
+from atoll.runs import read_lines
 from atoll.store import ClientStore
 
 
@@ -226,7 +227,7 @@ def test_a_config_builds_the_same_federation(algorithm: atoll.Algorithm) -> None
     [
         ({"cohort": "four"}, "config.cohort is 'four'"),
         ({"evaluation": [1]}, "config.evaluation"),
-        ({"problem": {"kind": "fedavg"}}, "not that of a problem"),
+        ({"problem": {"kind": "fedavg"}}, "which is no problem"),
         ({"cohrt": 4}, "did you mean 'cohort'"),
         ({"algorithm": {"kind": "dito"}}, "did you mean 'ditto'"),
         ({"algorithm": {"kind": "ditto", "lam": -1.0}}, "lam is -1.0"),
@@ -235,6 +236,13 @@ def test_a_config_builds_the_same_federation(algorithm: atoll.Algorithm) -> None
 def test_a_config_edited_wrongly_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(atoll.AtollError, match=words):
         atoll.Federation.from_config(_federation().config() | change)
+
+
+def test_numbers_of_numpy_are_written_as_plain_ones() -> None:
+    counts = {"clients": np.int64(12), "cohort": np.int32(4), "seed": np.uint8(3)}
+    written = dataclasses.replace(_federation(), dropout=np.float32(0.5), **counts).config()
+    plain = {name: int(count) for name, count in counts.items()}
+    assert json.loads(json.dumps(written)) == dataclasses.replace(_federation(), dropout=0.5, **plain).config()
 
 
 def test_metrics_are_valid_json_and_tensorboard_reads_the_events(tmp_path: Path) -> None:
@@ -336,6 +344,42 @@ def test_a_log_whose_last_line_is_no_record_costs_that_line(tmp_path: Path) -> N
     run.advance()
     run.close()
     assert run.round == 5
+
+
+def test_a_line_that_cannot_be_read_is_named_and_training_goes_on(tmp_path: Path) -> None:
+    _federation(rounds=3).run(directory=tmp_path / "run")
+    log = tmp_path / "run/metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], b"\xff" * (len(lines[1]) - 1) + b"\n", *lines[2:]]))
+    with pytest.warns(UserWarning, match=r"cannot read line 2 of .*metrics\.jsonl.*TensorBoard's curves begin here"):
+        run = atoll.Run.resume(tmp_path / "run", 4)
+    run.advance()
+    run.close()
+    assert run.round == 4
+    with pytest.raises(atoll.AtollError, match=r"cannot read line 2 of .*metrics\.jsonl; put a copy"):
+        read_lines(log)
+
+
+def test_records_without_any_checkpoint_are_not_thrown_away(tmp_path: Path) -> None:
+    _federation(rounds=3).run(directory=tmp_path / "run")
+    for file in (tmp_path / "run/checkpoints").iterdir():
+        file.unlink()
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(atoll.AtollError, match="has records of 3 rounds but no checkpoint; put its checkpoints back"):
+        atoll.Run.resume(tmp_path / "run")
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_whole_checkpoint_that_does_not_fit_an_edited_config_says_so(tmp_path: Path) -> None:
+    _federation(rounds=3).run(directory=tmp_path / "run")
+    before = sorted((tmp_path / "run/checkpoints").iterdir())
+    config = tmp_path / "run/config.json"
+    content = json.loads(config.read_text())
+    content["federation"]["problem"]["dim"] += 1
+    config.write_text(json.dumps(content))
+    with pytest.raises(atoll.AtollError, match=r"checkpoint of round 3 .* does not fit its config .* undo"):
+        atoll.Run.resume(tmp_path / "run")
+    assert sorted((tmp_path / "run/checkpoints").iterdir()) == before
 
 
 def _no_space(*_: Any) -> None:

@@ -228,7 +228,9 @@ class Trials:
         """
         saved = time.monotonic()
         with ctrl_c() as stop:
-            self.begin()
+            if self.state is None:
+                self.begin()
+                self.checkpoint()
             while not self.finished and not stop.is_set():
                 record = self._step()
                 self.note(record)
