@@ -152,7 +152,7 @@ def test_the_memory_is_a_ring() -> None:
     np.testing.assert_array_equal(replay.rounds.reward, [8, 9, 2, 3, 4, 5, 6, 7])
 
 
-@pytest.mark.parametrize("reward", ["plain", "standard"])
+@pytest.mark.parametrize("reward", ["plain", "standard", "local"])
 def test_it_learns_which_action_pays(reward: str) -> None:
     """A bandit: the reward is minus the distance of the first mean from 0.5, whatever the state."""
     weighting = FedDrl(
@@ -170,6 +170,43 @@ def test_it_learns_which_action_pays(reward: str) -> None:
     learned = weighting._act(agent.mind.networks.policy, jnp.asarray(states[0]))
     assert float(learned[0]) == pytest.approx(0.5, abs=0.3)
     assert float(agent.mind.surprise) < 1.5
+
+
+def test_a_local_reward_does_not_praise_a_decision_for_what_training_brings() -> None:
+    """Rewards rise with time while the first mean falls; by itself a higher first mean pays."""
+    size, rng = 256, np.random.default_rng(0)
+    time = np.linspace(0, 1, size)
+    actions = rng.normal(0, 0.3, (size, 2 * K))
+    actions[:, 0] += 0.8 - 1.6 * time
+    states = np.full((size, 3 * K), 1 / 3, np.float32)
+    rewards = 5 * time + actions[:, 0] - 7
+    ring = (np.roll(column.astype(np.float32), 100, 0) for column in (states, actions, rewards, states))
+    memory = Replay(Rounds(*map(jnp.asarray, ring)), jnp.ones(size), jnp.asarray(size + 100))
+    learned = {}
+    for reward in ("plain", "local"):
+        weighting = FedDrl(
+            width=32, replay=size, batch=32, updates=1500, gamma=0.0, policy_rate=1e-3, value_rate=1e-2, reward=reward
+        )
+        agent = weighting.init(K, K, 0)._replace(replay=memory)
+        mind = jax.jit(weighting.teach)(agent).mind
+        learned[reward] = float(weighting._act(mind.networks.policy, jnp.asarray(states[0]))[0])
+    assert learned["plain"] < -0.5
+    assert learned["local"] > 0.5
+
+
+@pytest.mark.parametrize("written", [3, 30, 50, 77])
+def test_a_local_reward_is_less_the_mean_of_the_rounds_around(written: int) -> None:
+    size, near = 50, 10
+    rewards = np.random.default_rng(1).normal(3, 2, size).astype(np.float32)
+    age = (written - 1 - np.arange(size)) % size
+    known = np.arange(size) < written
+    around = [rewards[known & (abs(age - own) <= near)].mean() for own in age[known]]
+    expected = rewards[known] - np.array(around)
+    weighting = FedDrl(width=8, replay=size, reward="local")
+    replay = weighting.init(K, K, 0).replay
+    replay = replay._replace(rounds=replay.rounds._replace(reward=rewards), written=jnp.asarray(written))
+    judged = np.asarray(weighting._judged(replay))[known]
+    np.testing.assert_allclose(judged, (expected - expected.mean()) / expected.std(), atol=1e-4)
 
 
 def test_surprises_are_replayed_more_often() -> None:

@@ -29,6 +29,7 @@ from .weighting import Reports, Weighting, weighted_mean
 FEWEST = 16  # rounds in a batch of offline training, which takes one at least
 _FLOOR = 1e-3  # the least deviation of a Gaussian
 _RETURN = 0.1  # Ornstein-Uhlenbeck: how fast the noise returns to 0
+_NEAR = 10  # rounds before and after one with which its reward is compared
 _CURIOSITY = 1e-3  # added to priorities, so that nothing is never replayed
 _LAST_LAYER = 3e-3  # size of its initial weights: the first decisions are almost uniform
 
@@ -136,8 +137,9 @@ class FedDrl(Weighting):
     """deviation of the exploration's news in a round; a drift's own is 2.3 times that"""
     fade: float = 0.0
     """rounds over which exploration falls to a third; 0: it stays"""
-    reward: Literal["plain", "standard"] = "plain"
-    """plain: as in the paper; standard: shifted and scaled to mean 0 and deviation 1 over the memory"""
+    reward: Literal["plain", "standard", "local"] = "plain"
+    """plain: as in the paper; standard: shifted and scaled to mean 0 and deviation 1 over the memory; local: less the
+    mean of the rounds around it, and then scaled, so that no decision is praised for what training brings anyway"""
     learning: bool = True
     """False: decide with what the agent knows, learn nothing more"""
     wait: bool = True
@@ -242,9 +244,11 @@ class FedDrl(Weighting):
         """Learn from the memory."""
         size = state.replay.size
         count = jnp.where(size >= self.batch, self.updates or size // self.batch, 0)
+        judged = state.replay.rounds._replace(reward=self._judged(state.replay))
+        replay = state.replay._replace(rounds=judged)
 
         def update(_: int, so_far: tuple[Mind, jax.Array]) -> tuple[Mind, jax.Array]:
-            return self._update(state.replay, *so_far)
+            return self._update(replay, *so_far)
 
         mind, priority = jax.lax.fori_loop(0, count, update, (state.mind, state.replay.priority))
         return Lesson(mind, priority, state.replay.written)
@@ -321,13 +325,12 @@ class FedDrl(Weighting):
         return jnp.maximum(self.beta * jnp.abs(mean), _FLOOR)
 
     def _update(self, replay: Replay, mind: Mind, priority: jax.Array) -> tuple[Mind, jax.Array]:
-        """One step of both networks on a batch of remembered rounds, drawn by priority."""
+        """One step of both networks on a batch of remembered and judged rounds, drawn by priority."""
         key, draw = jax.random.split(jax.random.wrap_key_data(mind.key))
         heap = jnp.cumsum(priority)
         luck = jax.random.uniform(draw, (self.batch,)) * heap[-1]
         rows = jnp.minimum(jnp.searchsorted(heap, luck, side="right"), replay.size - 1)
-        judged = replay.rounds._replace(reward=self._judged(replay))
-        state, action, reward, following = (column[rows] for column in judged)
+        state, action, reward, following = (column[rows] for column in replay.rounds)
         future = self._worth(mind.slow.value, following, self._act(mind.slow.policy, following))
         target = reward + self.gamma * future
 
@@ -354,6 +357,8 @@ class FedDrl(Weighting):
         reward = replay.rounds.reward
         if self.reward == "plain":
             return reward
+        if self.reward == "local":
+            reward = reward - _around(reward, replay.written)
         written = jnp.arange(len(reward)) < replay.written
         mean = jnp.mean(reward, where=written)
         return (reward - mean) / (jnp.std(reward, where=written) + 1e-6)
@@ -383,6 +388,18 @@ def _remember(replay: Replay, round_: Rounds, valid: jax.Array) -> Replay:
 
     rounds = jax.tree.map(write, replay.rounds, round_)
     return Replay(rounds, write(replay.priority, urgent), replay.written + valid)
+
+
+def _around(values: jax.Array, written: jax.Array) -> jax.Array:
+    """Means [M] over the rounds before and after each, in a ring [M] in which so many have been `written`."""
+    size = len(values)
+    order = (written + jnp.arange(size)) % size  # places that are not written yet, then from the oldest to the newest
+    known = order < written
+    sums = jnp.cumsum(jnp.stack([jnp.where(known, values[order], 0.0), known.astype(values.dtype)]), 1)
+    sums = jnp.pad(sums, ((0, 0), (1, 0)))
+    place = jnp.arange(size)
+    total, count = sums[:, jnp.minimum(place + _NEAR + 1, size)] - sums[:, jnp.maximum(place - _NEAR, 0)]
+    return jnp.zeros_like(values).at[order].set(total / jnp.maximum(count, 1.0))
 
 
 def _network(key: jax.Array, inputs: int, width: int, outputs: int) -> Params:
