@@ -15,7 +15,7 @@ from atoll.federation import Evaluation, Run
 from atoll.fleet import Fleet
 from atoll.problems.quadratic import Quadratic
 from atoll.server import FedDrl, Reports, Server
-from atoll.server.impact import Agent, Replay, Rounds, _remember, _reward
+from atoll.server.impact import Agent, Replay, Rounds, _around, _remember, _reward
 
 K = 3
 PLAIN = FedDrl(width=16, replay=8)
@@ -207,6 +207,16 @@ def test_a_local_reward_is_less_the_mean_of_the_rounds_around(written: int) -> N
     replay = replay._replace(rounds=replay.rounds._replace(reward=rewards), written=jnp.asarray(written))
     judged = np.asarray(weighting._judged(replay))[known]
     np.testing.assert_allclose(judged, (expected - expected.mean()) / expected.std(), atol=1e-4)
+
+
+def test_one_enormous_loss_spoils_the_local_rewards_of_its_neighbours_only() -> None:
+    size = 50
+    rewards = np.random.default_rng(1).normal(3, 2, size).astype(np.float32)
+    spoiled = rewards.copy()
+    spoiled[5] = -1e9
+    sound, seen = (np.asarray(_around(jnp.asarray(values), jnp.asarray(size))) for values in (rewards, spoiled))
+    np.testing.assert_array_equal(seen[16:], sound[16:])
+    assert (seen[:16] < -1e7).all()
 
 
 def test_surprises_are_replayed_more_often() -> None:

@@ -395,10 +395,9 @@ def _around(values: jax.Array, written: jax.Array) -> jax.Array:
     size = len(values)
     order = (written + jnp.arange(size)) % size  # places that are not written yet, then from the oldest to the newest
     known = order < written
-    sums = jnp.cumsum(jnp.stack([jnp.where(known, values[order], 0.0), known.astype(values.dtype)]), 1)
-    sums = jnp.pad(sums, ((0, 0), (1, 0)))
-    place = jnp.arange(size)
-    total, count = sums[:, jnp.minimum(place + _NEAR + 1, size)] - sums[:, jnp.maximum(place - _NEAR, 0)]
+    terms = jnp.stack([jnp.where(known, values[order], 0.0), known.astype(values.dtype)])
+    # Not by differences of running sums: one enormous loss would take the digits of all rounds after it.
+    total, count = jax.lax.reduce_window(terms, 0.0, jax.lax.add, (1, 2 * _NEAR + 1), (1, 1), "SAME")
     return jnp.zeros_like(values).at[order].set(total / jnp.maximum(count, 1.0))
 
 
