@@ -64,7 +64,7 @@ def load_mind(source: str | Path, federation: Federation) -> Mind:
     home = _run_of(path)
     taught = Federation.from_config(RunFiles.read_config(home).get("federation")).server.build() if home else None
     if taught and isinstance(taught.weighting, FedDrl):
-        for name in ("slots", "variant", "prior", "limit"):
+        for name in ("slots", "variant", "limit"):
             theirs, ours = getattr(taught.weighting, name), getattr(weighting, name)
             require(
                 theirs == ours,

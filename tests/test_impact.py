@@ -54,27 +54,6 @@ def test_weights_are_positive_sum_to_one_and_leave_out_the_dead() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize("variant", ["paper", "code"])
-def test_a_prior_by_samples_multiplies_what_the_agent_decides(variant: str) -> None:
-    plain = dataclasses.replace(PLAIN, variant=variant)
-    fedavg = dataclasses.replace(plain, prior="samples")
-    agent = plain.init(K, K, 0)
-    for alive, samples in (([True] * 3, [1, 2, 30]), ([True, False, True], [1, 2, 30]), ([True] * 3, [0, 0, 0])):
-        reports = _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0], alive)._replace(samples=jnp.array(samples))
-        _, decided, _ = _decide(plain, agent, reports)
-        combined, weights, after = _decide(fedavg, agent, reports)
-        expected = decided * samples
-        np.testing.assert_allclose(weights, expected / max(expected.sum(), 1) * decided.sum(), rtol=1e-5)
-        np.testing.assert_allclose(combined, weights)
-        assert np.isfinite(after.state).all()
-
-
-def test_an_agent_with_a_prior_by_samples_begins_as_fedavg() -> None:
-    weighting = dataclasses.replace(PLAIN, prior="samples", explore=0.0)
-    _, weights, _ = _decide(weighting, weighting.init(K, K, 0), _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
-    np.testing.assert_allclose(weights, np.array([1, 2, 3]) / 6, atol=0.02)
-
-
 def test_the_state_has_losses_and_samples_as_shares() -> None:
     agent = PLAIN.init(K, K, 0)
     _, _, agent = _decide(PLAIN, agent, _reports([1.0, 2.0, 1.0], [0.1, 0.2, 0.1]))
@@ -413,7 +392,6 @@ def test_an_agent_goes_where_it_sees_and_decides_in_the_same_way(tmp_path: Path)
         for setting, words in (
             ("slots=losses", "was trained with slots clients, but slots is losses"),
             ("variant=code", "was trained with variant paper, but variant is code"),
-            ("prior=samples", "was trained with prior uniform, but prior is samples"),
             ("limit=2.0", "was trained with limit 1.0, but limit is 2.0"),
         ):
             with pytest.raises(AtollError, match=words):

@@ -24,7 +24,7 @@ from ..algorithms.base import check_not_negative, check_positive
 from ..errors import require
 from ..problems.base import Params
 from ..settings import settings
-from .weighting import Reports, Weighting, normalised, weighted_mean
+from .weighting import Reports, Weighting, weighted_mean
 
 FEWEST = 16  # rounds in a batch of offline training, which takes one at least
 _FLOOR = 1e-3  # the least deviation of a Gaussian
@@ -110,11 +110,9 @@ class FedDrl(Weighting):
     slots: Literal["clients", "losses", "alike"] = "clients"
     """how the agent sees a cohort: in the order of clients, as in the paper; of losses, the worst served first; or
     alike: one function of a client's own state decides about it, relative to what it says of the others"""
-    prior: Literal["uniform", "samples"] = "uniform"
-    """what the decision multiplies, and so what it begins with: uniform, as in the paper, or samples, as in FedAvg"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that by its mean no client counts more than exp(2 limit) times
-    another, the prior apart"""
+    another"""
     beta: float = 0.1
     """a Gaussian's deviation is at most this share of its mean; below 1"""
     gamma: float = 0.99
@@ -226,8 +224,6 @@ class FedDrl(Weighting):
         else:  # the others have the share of those who are missing, or the model would shrink
             weights = jnp.maximum(sample, 0.0) * (jnp.sum(mean) / jnp.maximum(jnp.sum(mean, where=alive), _FLOOR))
         weights = jnp.where(alive, weights, 0.0)
-        if self.prior == "samples":
-            weights = normalised(weights * reports.samples, alive) * jnp.sum(weights)
         following = agent._replace(
             replay=replay,
             state=seen,
