@@ -234,7 +234,7 @@ class Run:
     def view(directory: str | Path, sampler: str | None = None) -> "Run":
         """The run in `directory` as its newest whole checkpoint left it, to be looked at; its settings stay."""
         run = Run(_read(Path(directory), sampler), LocalEngine.of())
-        run._restore(Path(directory))
+        run._restore(Path(directory), RunFiles.look)
         run.close()
         run.files = None
         return run
@@ -256,10 +256,10 @@ class Run:
             text = f"{path} was trained on {before} CPU cores and goes on with {now}: the last bits may differ"
             warnings.warn(f"{text} from those of a run never stopped; to have the same, use as many", stacklevel=3)
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Path, read: Callable[..., tuple[int, Any] | None] = RunFiles.restore) -> None:
         self.files = RunFiles(path)
         try:
-            restored = self.files.restore(self.state, self.store)
+            restored = read(self.files, self.state, self.store)
             require(
                 restored is None or restored[0] <= self.federation.rounds,
                 f"{path} has trained to round {restored and restored[0]}, but rounds is {self.federation.rounds}; "

@@ -52,6 +52,7 @@ class RunFiles:
         self._logs: dict[str, TextIO] = {name: (path / name).open("a") for name in _LOGS}
         self._events: SummaryWriter | None = None
         self._segments: dict[int, int] = {}  # round of a rows file -> number of rows in it
+        self._lengths: dict[str, int] = {}  # of the logs at the checkpoint that was read
         self._models = self._rounds("model")  # there are; looked up once, for a folder may hold thousands of files
 
     @staticmethod
@@ -132,6 +133,13 @@ class RunFiles:
         self._compact(self._models[0], len(store))
 
     def restore(self, template: Any, store: ClientStore | None = None) -> tuple[int, Any] | None:
+        """As `look`, to go on from there: what later rounds left is removed, for they will be run again."""
+        found = self.look(template, store)
+        self._forget_after(found[0] if found else 0)
+        self._cut_logs(self._lengths)
+        return found
+
+    def look(self, template: Any, store: ClientStore | None = None) -> tuple[int, Any] | None:
         """Round and state of the newest checkpoint that is whole, and the store's rows; None if there never was one."""
         store = ClientStore(None) if store is None else store
         if not self._models:
@@ -141,7 +149,7 @@ class RunFiles:
                 f"{self.path} has records of {trained} rounds but no checkpoint; put its checkpoints back, or start "
                 "the run anew under another name",
             )
-            self._cut_logs(dict.fromkeys(_LOGS, 0))
+            self._lengths = dict.fromkeys(_LOGS, 0)
             return None
         for round_ in reversed(self._models):
             try:
@@ -149,13 +157,17 @@ class RunFiles:
                 rows = [
                     (r, _load_arrays(self._folder / f"rows-{r:08d}.npz")) for r in self._rounds("rows") if r <= round_
                 ]
-                lengths = {name: int(content[f"length/{name}"]) for name in _LOGS}
-            except (OSError, ValueError, KeyError) as error:
+                self._lengths = {name: int(content[f"length/{name}"]) for name in _LOGS}
+            except (FileNotFoundError, ValueError, KeyError) as error:
                 warnings.warn(
                     f"checkpoint of round {round_} in {self.path} is damaged ({error}); going back to the one before",
                     stacklevel=2,
                 )
                 continue
+            except OSError as error:  # of the disk, perhaps a passing one: nothing is said about the file
+                raise AtollError(
+                    f"cannot read the checkpoint of round {round_} in {self.path}: {error}; try again"
+                ) from error
             try:
                 state = _fill(template, content)
             except (ValueError, KeyError) as error:
@@ -167,8 +179,6 @@ class RunFiles:
                 ids = segment.pop("ids")
                 store.restore(ids, [segment[f"leaf/{i}"] for i in range(len(segment))])
                 self._segments[r] = len(ids)
-            self._forget_after(round_)
-            self._cut_logs(lengths)
             return round_, state
         raise AtollError(
             f"{self.path} has no checkpoint that can be read; start it again: atoll run {self.path}/config.json"

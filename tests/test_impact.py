@@ -95,6 +95,23 @@ def test_alike_one_function_decides_about_every_client() -> None:
     assert weights.sum() == pytest.approx(1, abs=1e-6)
 
 
+def test_alike_clients_that_never_answered_change_nothing_for_the_others() -> None:
+    weighting = dataclasses.replace(PLAIN, slots="alike", explore=0.0, beta=1e-6)
+    agent = weighting.init(K, K, 0)
+    policy = jax.tree.map(lambda x: x * 9, agent.mind.networks.policy)  # far from uniform
+    found = []
+    for missing in (0, 3, 7):
+        larger = weighting.init(K + missing, K, 0)
+        larger = larger._replace(mind=larger.mind._replace(networks=larger.mind.networks._replace(policy=policy)))
+        lost = [np.nan] * missing
+        reports = _reports([1.0, 2.0, 4.0, *lost], [0.5, 0.1, 0.2, *lost], [True] * 3 + [False] * missing)
+        _, weights, after = weighting.combine(larger, jnp.eye(K + missing), reports)
+        worth = weighting._worth(agent.mind.networks.value, after.state, after.action)
+        found.append([*weights[:K], worth])
+    assert np.ptp(found[0][:K]) > 0.03
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, atol=0.005)
+
+
 def test_alike_an_agent_learns_to_lean_towards_the_worst_served_where_that_is_rewarded() -> None:
     size = 256
     weighting = dataclasses.replace(
@@ -200,7 +217,8 @@ def test_a_local_reward_is_less_the_mean_of_the_rounds_around(written: int) -> N
     rewards = np.random.default_rng(1).normal(3, 2, size).astype(np.float32)
     age = (written - 1 - np.arange(size)) % size
     known = np.arange(size) < written
-    around = [rewards[known & (abs(age - own) <= near)].mean() for own in age[known]]
+    rooms = np.minimum(near, np.minimum(age, age[known].max() - age))
+    around = [rewards[known & (abs(age - age[i]) <= rooms[i])].mean() for i in np.flatnonzero(known)]
     expected = rewards[known] - np.array(around)
     weighting = FedDrl(width=8, replay=size, reward="local")
     replay = weighting.init(K, K, 0).replay
@@ -215,8 +233,40 @@ def test_one_enormous_loss_spoils_the_local_rewards_of_its_neighbours_only() -> 
     spoiled = rewards.copy()
     spoiled[5] = -1e9
     sound, seen = (np.asarray(_around(jnp.asarray(values), jnp.asarray(size))) for values in (rewards, spoiled))
-    np.testing.assert_array_equal(seen[16:], sound[16:])
-    assert (seen[:16] < -1e7).all()
+    np.testing.assert_array_equal(np.delete(seen, range(3, 16)), np.delete(sound, range(3, 16)))
+    assert (seen[3:16] < -1e7).all()
+
+
+def test_a_steady_trend_earns_no_local_reward_at_either_end() -> None:
+    rewards = jnp.arange(40.0)
+    for written in (25, 40, 55):
+        trend = jnp.roll(rewards, max(written - 40, 0))
+        np.testing.assert_allclose((trend - _around(trend, jnp.asarray(written)))[: min(written, 40)], 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("reward", ["plain", "standard", "local"])
+def test_one_enormous_loss_does_not_take_over_the_lessons(reward: str) -> None:
+    size = 256
+    weighting = FedDrl(width=16, replay=size, batch=4, updates=200, gamma=0.0, reward=reward)
+    agent, rng = weighting.init(K, K, 0), np.random.default_rng(0)
+    rewards = rng.normal(-3, 1, size).astype(np.float32)
+    priority, worth = {}, {}
+    for worst in (-6.0, -1e9):
+        rewards[7] = worst
+        rounds = agent.replay.rounds._replace(reward=jnp.asarray(rewards))
+        memory = Replay(rounds, jnp.ones(size), jnp.asarray(size))
+        lesson = jax.jit(weighting.teach)(agent._replace(replay=memory))
+        priority[worst] = float(lesson.priority[7] / jnp.sum(lesson.priority))
+        worth[worst] = float(weighting._worth(lesson.mind.networks.value, agent.state, agent.action))
+    assert priority[-1e9] < 0.3
+    assert abs(worth[-1e9] - worth[-6.0]) < 10
+
+
+def test_rewards_that_are_mostly_equal_stay_as_they_are() -> None:
+    memory = PLAIN.init(K, K, 0).replay
+    rewards = jnp.array([0.0, 0.0, 0.0, -2.0, -5.0, 9.0, 9.0, 9.0])
+    memory = memory._replace(rounds=memory.rounds._replace(reward=rewards), written=jnp.asarray(5))
+    np.testing.assert_array_equal(PLAIN._judged(memory)[:5], rewards[:5])
 
 
 def test_surprises_are_replayed_more_often() -> None:
@@ -334,6 +384,33 @@ def test_exploration_keeps_means_within_their_limit() -> None:
     for _ in range(5):
         _, _, agent = _decide(weighting, agent, _reports([1.0, 2.0, 3.0], [0.5, 1.0, 2.0]))
         assert float(jnp.max(jnp.abs(agent.action[:K]))) <= 0.2 + 1e-6
+
+
+@pytest.mark.parametrize("reward", ["plain", "standard", "local"])
+def test_rounds_of_several_workers_are_judged_each_within_its_own_run(reward: str) -> None:
+    weighting = dataclasses.replace(PLAIN, replay=32, reward=reward)
+    rng, workers, expected = np.random.default_rng(0), [], []
+    for level, written in ((-9.0, 20), (-2.0, 50)):  # the second's memory is full, and began anew
+        agent = weighting.init(K, K, 0)
+        rewards = jnp.asarray(rng.normal(level, 1, 32).astype(np.float32))
+        rounds = agent.replay.rounds._replace(reward=rewards)
+        agent = agent._replace(replay=agent.replay._replace(rounds=rounds, written=jnp.asarray(written)))
+        workers.append(agent)
+        expected.extend(weighting._judged(agent.replay)[: min(written, 32)])
+    np.testing.assert_allclose(weighting._pooled(workers).reward, expected, rtol=1e-6)
+
+
+def test_offline_training_keeps_to_the_settings_that_were_chosen() -> None:
+    agent, rng = PLAIN.init(K, K, 0), np.random.default_rng(0)
+    rounds = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 1, (32, *x.shape[1:])), x.dtype), agent.replay.rounds)
+    workers = [agent._replace(replay=Replay(rounds, jnp.ones(32), jnp.asarray(32)))]
+    values = [
+        dataclasses.replace(PLAIN, **chosen).offline(workers, epochs=2).networks.value[0]["w"]
+        for chosen in ({}, {"gamma": 0.95}, {"gamma": 0.0}, {"value_rate": 1e-6})
+    ]
+    np.testing.assert_array_equal(values[0], values[1])  # the authors' discount
+    assert not np.array_equal(values[0], values[2])
+    assert not np.array_equal(values[0], values[3])
 
 
 def test_two_stages_train_an_agent_that_other_runs_can_use(tmp_path: Path) -> None:

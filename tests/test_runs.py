@@ -111,6 +111,37 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path
     assert _files(tmp_path / "run") == _files(tmp_path / "whole")
 
 
+def test_a_disk_that_cannot_be_read_just_now_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _federation().run(directory=tmp_path / "run")
+    before = _files(tmp_path / "run")
+
+    def fail(path: Path) -> dict[str, np.ndarray]:
+        raise OSError(5, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("atoll.runs._load_arrays", fail)
+        with pytest.raises(atoll.AtollError, match=r"the checkpoint of round 12 .*Input/output error.*; try again"):
+            atoll.Run.resume(tmp_path / "run", 13)
+    assert _files(tmp_path / "run") == before
+    atoll.Run.resume(tmp_path / "run", 13).close()
+
+
+def test_a_run_that_is_only_looked_at_stays_as_it_is(tmp_path: Path) -> None:
+    _federation().run(directory=tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("model-*.npz"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])  # killed while it wrote
+
+    def all_of_it() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    before = all_of_it()
+    with pytest.warns(UserWarning, match="damaged"):
+        assert atoll.Run.view(tmp_path / "run").round == 11
+    assert all_of_it() == before
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "clients.jsonl"])
 def test_a_log_that_lost_its_end_keeps_its_whole_lines_and_costs_no_round(tmp_path: Path, name: str) -> None:
     _federation().run(directory=tmp_path / "run")

@@ -80,6 +80,27 @@ def test_a_client_is_finite_only_if_all_of_it_is() -> None:
     np.testing.assert_array_equal(credible(jnp.array([-5.0, jnp.nan, jnp.inf, 1e20])), [True, False, False, False])
 
 
+def test_adagrad_adds_its_constant_to_the_root_as_in_its_paper() -> None:
+    server = Server(optimizer="adagrad(rate=0.1, initial=1e-06, eps=0.001)").build()
+    params, total = {"w": jnp.zeros(3)}, np.full(3, 1e-6)
+    state, expected = server.init(params, 1), np.zeros(3)
+    reports = Reports(jnp.ones(1), jnp.zeros(1), jnp.ones(1, bool))
+    for update in ([1e-2, -1e-3, 0.0], [1e-4, 5.0, 0.0]):
+        state, _ = server.step(state, {"w": jnp.array([update])}, reports)
+        total += np.square(update)
+        expected += 0.1 * np.array(update) / (np.sqrt(total) + 1e-3)
+    np.testing.assert_allclose(state.params["w"], expected, rtol=1e-5)
+
+
+def test_a_round_without_survivors_has_moved_nothing() -> None:
+    server = Server("feddrl(width=8, replay=8, variant=code)").build()
+    nobody = Reports(jnp.ones(2), jnp.zeros(2), jnp.zeros(2, bool), jnp.arange(2), jnp.zeros(2), jnp.zeros(2))
+    state = server.init({"w": jnp.ones(3)}, 2)
+    after, outcome = server.step(state, {"w": jnp.ones((2, 3))}, nobody)
+    np.testing.assert_array_equal(after.params["w"], 1)
+    assert float(outcome.update_norm) == 0
+
+
 @pytest.mark.parametrize(
     ("server", "words"),
     [

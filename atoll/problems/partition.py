@@ -331,7 +331,7 @@ class ShardsNonEqual(Partition):
     def counts(self, have: Ints, clients: int, rng: np.random.Generator) -> Ints:
         """See `Partition.counts`."""
         numbers = rng.integers(self.low, self.high, size=clients, endpoint=True)
-        surplus = int(numbers.sum()) - min(SHARDS_A_CLIENT, self.high) * clients
+        surplus = int(numbers.sum()) - SHARDS_A_CLIENT * clients if self.high >= SHARDS_A_CLIENT else 0
         while surplus:  # one shard more or less for random clients, until their numbers add up
             step = -1 if surplus > 0 else 1
             free = np.flatnonzero(numbers > self.low if step < 0 else numbers < self.high)

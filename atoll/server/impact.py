@@ -13,11 +13,10 @@ training of the next round's clients.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ..algorithms.base import check_not_negative, check_positive
@@ -29,7 +28,9 @@ from .weighting import Reports, Weighting, weighted_mean
 FEWEST = 16  # rounds in a batch of offline training, which takes one at least
 _FLOOR = 1e-3  # the least deviation of a Gaussian
 _RETURN = 0.1  # Ornstein-Uhlenbeck: how fast the noise returns to 0
-_NEAR = 10  # rounds before and after one with which its reward is compared
+_NEAR = 10  # rounds before, and as many after, with which a reward is compared
+_FAR = 50  # median deviations: rewards further from the median count as that far; healthy runs stay within 20
+_OFFLINE = {"gamma": 0.95, "policy_rate": 0.005, "value_rate": 0.005, "rho": 0.01}  # of the authors' program
 _CURIOSITY = 1e-3  # added to priorities, so that nothing is never replayed
 _LAST_LAYER = 3e-3  # size of its initial weights: the first decisions are almost uniform
 
@@ -139,7 +140,8 @@ class FedDrl(Weighting):
     """rounds over which exploration falls to a third; 0: it stays"""
     reward: Literal["plain", "standard", "local"] = "plain"
     """plain: as in the paper; standard: shifted and scaled to mean 0 and deviation 1 over the memory; local: less the
-    mean of the rounds around it, and then scaled, so that no decision is praised for what training brings anyway"""
+    mean of as many rounds before as after it, and then scaled, so that no decision is praised for what training brings
+    anyway"""
     learning: bool = True
     """False: decide with what the agent knows, learn nothing more"""
     wait: bool = True
@@ -263,54 +265,54 @@ class FedDrl(Weighting):
     def offline(self, agents: Sequence[Agent], epochs: int = 50, seed: int = 0) -> Mind:
         """What an agent learns from the memories of several; the second stage of two-stage training.
 
-        Batches, rates and discount are those of the authors' program.
+        Batches are those of the authors' program, and so are rates and discount that are not set otherwise.
         """
-        held = [jax.tree.map(lambda x, n=int(a.replay.size): np.asarray(x)[:n], a.replay.rounds) for a in agents]
-        rounds = jax.tree.map(lambda *parts: jnp.concatenate(parts), *held)
+        rounds = self._pooled(agents)
         size = len(rounds.reward)
         require(size >= FEWEST, f"{len(agents)} workers remember {size} rounds; it takes at least {FEWEST} in all")
+        usual: dict[str, Any] = {
+            name: value for name, value in _OFFLINE.items() if getattr(self, name) == getattr(FedDrl, name)
+        }
         student = dataclasses.replace(
-            self,
-            gamma=0.95,
-            policy_rate=0.005,
-            value_rate=0.005,
-            rho=0.01,
-            batch=FEWEST,
-            replay=size,
-            updates=epochs * size // FEWEST,
+            self, **usual, reward="plain", batch=FEWEST, replay=size, updates=epochs * size // FEWEST
         )
         fresh = student.init(agents[0].cohort, agents[0].cohort, seed)
         replay = Replay(rounds, jnp.ones(size), jnp.asarray(size))
         mind: Mind = jax.jit(student.teach)(fresh._replace(replay=replay)).mind
         return mind._replace(moments=fresh.mind.moments)
 
+    def _pooled(self, agents: Sequence[Agent]) -> Rounds:
+        """All that the agents remember, every round judged within its own run."""
+        held = [
+            jax.tree.map(lambda x, n=int(a.replay.size): x[:n], a.replay.rounds._replace(reward=self._judged(a.replay)))
+            for a in agents
+        ]
+        return Rounds(*(jnp.concatenate(parts) for parts in zip(*held, strict=True)))
+
     def _optimizers(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
         return optax.adam(self.policy_rate), optax.adam(self.value_rate)
 
     def _act(self, policy: Params, state: jax.Array) -> jax.Array:
         """Means and deviations [..., 2K] for states [..., 3K]."""
-        if self.slots == "alike":
-            answer = _by_number(_forward(policy, _by_client(state, 3) * (state.shape[-1] // 3)))
-        else:
-            answer = _forward(policy, state)
+        answer = _by_number(_forward(policy, _seen(state))) if self.slots == "alike" else _forward(policy, state)
         mean, width = jnp.split(answer, 2, -1)
-        mean = jax.nn.softmax(mean) if self.variant == "code" else self.limit * jnp.tanh(self._relative(mean))
+        mean = jax.nn.softmax(mean) if self.variant == "code" else self.limit * jnp.tanh(self._relative(mean, state))
         return jnp.concatenate([mean, self._most(mean) * jax.nn.sigmoid(width)], -1)
 
     def _worth(self, value: Params, state: jax.Array, action: jax.Array) -> jax.Array:
         """What decisions [..., 2K] in states [..., 3K] are worth, [...]."""
         if self.slots == "alike":
             mean, deviation = jnp.split(action, 2, -1)
-            decided = _by_client(jnp.concatenate([self._relative(mean), deviation], -1), 2)
-            seen = jnp.concatenate([_by_client(state, 3) * (state.shape[-1] // 3), decided], -1)
-            return jnp.mean(_forward(value, seen)[..., 0], -1)
+            decided = _by_client(jnp.concatenate([self._relative(mean, state), deviation], -1), 2)
+            worth = _forward(value, jnp.concatenate([_seen(state), decided], -1))[..., 0]
+            return _mean_of_present(worth, state)[..., 0]
         return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
 
-    def _relative(self, mean: jax.Array) -> jax.Array:
+    def _relative(self, mean: jax.Array, state: jax.Array) -> jax.Array:
         """Alike, means [..., K] less their own mean: a softmax does not mind, and they cannot all saturate together."""
         if self.slots != "alike" or self.variant == "code":
             return mean
-        return mean - jnp.mean(mean, -1, keepdims=True)
+        return mean - _mean_of_present(mean, state)
 
     def _explored(self, action: jax.Array, drift: jax.Array) -> jax.Array:
         """A decision [2K] moved by `drift`, within the bounds of means and deviations."""
@@ -354,12 +356,12 @@ class FedDrl(Weighting):
 
     def _judged(self, replay: Replay) -> jax.Array:
         """Rewards [M] as the networks see them."""
-        reward = replay.rounds.reward
+        written = jnp.arange(len(replay.priority)) < replay.written
+        reward = _bounded(replay.rounds.reward, written)
         if self.reward == "plain":
             return reward
         if self.reward == "local":
             reward = reward - _around(reward, replay.written)
-        written = jnp.arange(len(reward)) < replay.written
         mean = jnp.mean(reward, where=written)
         return (reward - mean) / (jnp.std(reward, where=written) + 1e-6)
 
@@ -390,15 +392,23 @@ def _remember(replay: Replay, round_: Rounds, valid: jax.Array) -> Replay:
     return Replay(rounds, write(replay.priority, urgent), replay.written + valid)
 
 
+def _bounded(values: jax.Array, known: jax.Array) -> jax.Array:
+    """Values [M], none of them far from the median: one client's enormous loss would be all that is ever replayed."""
+    middle = jnp.nanmedian(jnp.where(known, values, jnp.nan))
+    spread = jnp.nanmedian(jnp.where(known, jnp.abs(values - middle), jnp.nan))
+    far = jnp.where(spread > 0, _FAR * spread, jnp.inf)  # else most are equal; NaN, where nothing is known
+    return jnp.clip(values, middle - far, middle + far)
+
+
 def _around(values: jax.Array, written: jax.Array) -> jax.Array:
-    """Means [M] over the rounds before and after each, in a ring [M] in which so many have been `written`."""
+    """Means [M] over as many rounds before each as after it, in a ring [M] in which so many have been `written`."""
     size = len(values)
-    order = (written + jnp.arange(size)) % size  # places that are not written yet, then from the oldest to the newest
-    known = order < written
-    terms = jnp.stack([jnp.where(known, values[order], 0.0), known.astype(values.dtype)])
-    # Not by differences of running sums: one enormous loss would take the digits of all rounds after it.
-    total, count = jax.lax.reduce_window(terms, 0.0, jax.lax.add, (1, 2 * _NEAR + 1), (1, 1), "SAME")
-    return jnp.zeros_like(values).at[order].set(total / jnp.maximum(count, 1.0))
+    age = (written - 1 - jnp.arange(size)) % size  # 0: the newest
+    room = jnp.minimum(age, jnp.minimum(written, size) - 1 - age)  # negative where nothing is written
+    offsets = jnp.arange(-_NEAR, _NEAR + 1)
+    near = jnp.abs(offsets) <= room[:, None]
+    rounds = values[(jnp.arange(size)[:, None] + offsets) % size]
+    return jnp.sum(rounds, 1, where=near) / jnp.maximum(jnp.sum(near, 1), 1)
 
 
 def _network(key: jax.Array, inputs: int, width: int, outputs: int) -> Params:
@@ -416,6 +426,23 @@ def _forward(layers: Params, x: jax.Array) -> jax.Array:
         x = jax.nn.leaky_relu(x @ layer["w"] + layer["b"])
     result: jax.Array = x @ layers[-1]["w"] + layers[-1]["b"]
     return result
+
+
+def _seen(state: jax.Array) -> jax.Array:
+    """States [..., 3K] client by client, [..., K, 3], in shares of what each would have if all had the same."""
+    return _by_client(state, 3) * jnp.sum(_present(state), -1)[..., None, None]
+
+
+def _present(state: jax.Array) -> jax.Array:
+    """Which clients [..., K] of states [..., 3K] took part: those with samples."""
+    return state[..., state.shape[-1] // 3 * 2 :] > 0
+
+
+def _mean_of_present(values: jax.Array, state: jax.Array) -> jax.Array:
+    """Mean [..., 1] of values [..., K] over the clients that took part in states [..., 3K]."""
+    present = _present(state)
+    total = jnp.sum(values, -1, where=present, keepdims=True)
+    return total / jnp.maximum(jnp.sum(present, -1, keepdims=True), 1)
 
 
 def _by_client(values: jax.Array, numbers: int) -> jax.Array:

@@ -107,8 +107,19 @@ class Adagrad(Optimizer):
         check_positive(eps=self.eps)
 
     def transform(self) -> optax.GradientTransformation:
-        """optax.adagrad."""
-        return optax.adagrad(self.rate, self.initial, self.eps)
+        """As Reddi et al. have it: `eps` is added to the root. In optax.adagrad it is under the root."""
+
+        def init(params: optax.Params) -> optax.Params:
+            return jax.tree.map(lambda p: jnp.full_like(p, self.initial), params)
+
+        def update(
+            gradient: optax.Updates, total: optax.Params, params: optax.Params | None = None
+        ) -> tuple[optax.Updates, optax.Params]:
+            del params
+            total = jax.tree.map(lambda v, g: v + g**2, total, gradient)
+            return jax.tree.map(lambda g, v: -self.rate * g / (jnp.sqrt(v) + self.eps), gradient, total), total
+
+        return optax.GradientTransformation(init, update)
 
 
 class PrintedMoments(NamedTuple):

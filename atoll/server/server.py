@@ -130,4 +130,5 @@ class ServerRule:
         )
         moved = ServerState(optax.apply_updates(state.params, steps), optimizer, weighting, state.privacy)
         new = jax.tree.map(lambda after, before: jnp.where(survived, after, before), moved, state)
-        return new, Outcome(weights, optax.tree.norm(combined), self.weighting.notes(new.weighting))
+        norm = jnp.where(survived, optax.tree.norm(combined), 0.0)
+        return new, Outcome(weights, norm, self.weighting.notes(new.weighting))
