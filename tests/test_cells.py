@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import atoll
-from atoll.experiments.cells import Job, train_jobs
+from atoll.experiments.cells import Job, run_cells, train_jobs
 from atoll.fleet import Fleet
 from atoll.problems.data import Dataset
 
@@ -112,6 +113,49 @@ def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
         parent.kill()
         parent.wait()
     _until(lambda: not any(_runs(int(file.read_text())) for file in files))
+
+
+def test_a_job_that_fails_ends_the_others_politely(tmp_path: Path) -> None:
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    fails = f"import pathlib, time\nwhile not pathlib.Path({str(begun)!r}).exists(): time.sleep(0.1)\nint('no number')"
+    trains = (
+        "import pathlib; from atoll.federation import ctrl_c\nwith ctrl_c() as stop:\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n"
+        f"    if stop.wait(100): pathlib.Path({str(ended)!r}).touch()"
+    )
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="no number"):
+        run_cells({"a": partial(exec, fails), "b": partial(exec, trains)}, tmp_path, lambda *said: None, 2)
+    assert ended.exists()
+    assert time.monotonic() - start < 100
+
+
+def test_a_worker_that_was_killed_ends_the_others_too(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    dies = f"import os, pathlib, time\nwhile not pathlib.Path({str(begun)!r}).exists(): time.sleep(0.1)\nos._exit(9)"
+    trains = (
+        f"import pathlib; from atoll.federation import ctrl_c\nwith ctrl_c() as stop:\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n"
+        "    stop.wait(100)"
+    )
+    start = time.monotonic()
+    with pytest.raises(atoll.AtollError, match="a worker process was ended from outside"):
+        run_cells({"a": partial(exec, dies), "b": partial(exec, trains)}, tmp_path, lambda *said: None, 2)
+    assert time.monotonic() - start < 100
+
+
+def test_results_of_other_settings_are_not_taken_for_these(tmp_path: Path) -> None:
+    f = atoll.Federation(atoll.Quadratic(), atoll.FedAvg(0.1), clients=4, cohort=2, rounds=2, evaluation=SCORED)
+
+    def train(rate: float) -> bool:
+        jobs = {"a": Job(dataclasses.replace(f, algorithm=atoll.FedAvg(rate)), {}, "all")}
+        curve = lambda fleet: [{"curve": [[run.round]]} for run in fleet.runs]  # noqa: E731
+        return train_jobs(jobs, tmp_path, curve, lambda records: "", lambda *said: None)
+
+    assert train(0.1)
+    assert train(0.1)
+    with pytest.raises(atoll.AtollError, match=r"holds a run with other settings \(algorithm\); choose another"):
+        train(0.2)
 
 
 def _until(done: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -67,6 +68,9 @@ def train_jobs(
     cells = folder / "cells"
     cells.mkdir(parents=True, exist_ok=True)
     missing = {name: job for name, job in jobs.items() if not _done(cells / f"{name}.json", job, holds)}
+    for name in jobs.keys() - missing:
+        if (folder / "runs" / name).exists():  # a result of other settings is none of this job's
+            jobs[name].federation.check_same(folder / "runs" / name, any_rounds=True)
     if workers > 1:
         for name in missing:
             (cells / f"{name}.json").unlink(missing_ok=True)  # of a shorter run, which goes on, or an earlier version
@@ -211,11 +215,15 @@ def _one_by_one(jobs: Mapping[str, Callable[[], Cell | None]]) -> Iterator[tuple
 
 def _side_by_side(jobs: Mapping[str, Callable[[], Cell | None]], workers: int) -> Iterator[tuple[str, Cell | None]]:
     context = multiprocessing.get_context("spawn")  # JAX has threads: a forked copy of it would hang
-    free = context.SimpleQueue()
+    free, halt, workers = context.SimpleQueue(), context.Event(), min(workers, max(1, len(jobs)))
     for worker in range(workers):
         free.put(cores()[worker % len(cores())])
-    with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(workers, context, _settle, (free, cache)) as pool:
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        ProcessPoolExecutor(workers, context, _settle, (free, cache, halt)) as pool,
+    ):
         waiting = {pool.submit(_obey, job): name for name, job in jobs.items()}
+        pool.submit(int)  # the pool looks who there is at the start of every call, and the last worker came after it
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
@@ -226,31 +234,53 @@ def _side_by_side(jobs: Mapping[str, Callable[[], Cell | None]], workers: int) -
                 "a worker process was ended from outside, as a rule for want of memory; the same command goes on from "
                 "the results that are there"
             ) from error
+        except Exception:
+            halt.set()
+            raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
-_stopped = False  # whether this worker was told to stop
+_stopped = _busy = False  # whether this worker was told to stop; whether it has a job
 
 
 def _obey(job: Callable[[], Cell | None]) -> Cell | None:
     """The job's result; None if Ctrl-C ended it, and for every job after that which the worker had been given."""
-    global _stopped
+    global _stopped, _busy
     if not _stopped:
         try:
+            _busy = True
             result = job()
         except KeyboardInterrupt:
             result = None
-        _stopped = result is None
-    return None if _stopped else result
+        finally:
+            _busy = False
+        if result is not None:
+            return result
+        _stopped = True
+    # It ends when the pool does; or by itself, if the pool has lost a worker and so can only wait for the others.
+    end = threading.Timer(5.0, os._exit, (1,))
+    end.daemon = True
+    end.start()
+    return None
 
 
-def _settle(free: Any, cache: str) -> None:
+def _stop_when(halt: Any) -> None:
+    """Ctrl-C for this worker, once the job of another has failed: a run writes a checkpoint then."""
+    global _stopped
+    halt.wait()
+    _stopped = True
+    if _busy:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _settle(free: Any, cache: str, halt: Any) -> None:
     """Bind a worker to one core; JAX then works with a single thread, which is fastest for many small steps.
 
     Workers share what they compile, and use the widest vectors of their processor.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_stop_when, args=(halt,), daemon=True).start()
     core = free.get()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
