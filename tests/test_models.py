@@ -94,6 +94,29 @@ def test_conv_is_the_convolution(image, kernel, padding):
         )
 
 
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_short_products_read_eight_bits_of_their_factors(padding):
+    x, w, b = (jnp.asarray(normal(s), jnp.float32) for s in ((3, 8, 7, 4), (3, 3, 4, 5), (5,)))
+
+    def rounded(array):
+        return array.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def value_and_gradients(function, x, w):
+        value, back = jax.vjp(lambda x, w: function(x, w, b, padding), x, w)
+        return value, *back(jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape))
+
+    with jax.default_matmul_precision("bfloat16"):
+        value, *gradients = jax.jit(lambda: value_and_gradients(conv, x, w))()
+        several = jax.jit(jax.vmap(lambda x: conv(x, w, b, padding)))(jnp.stack([x, 2 * x]))
+    expected, *wanted = jax.jit(lambda: value_and_gradients(reference_conv, rounded(x), rounded(w)))()
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(several[1], 2 * (value - b) + b, rtol=1e-5, atol=1e-5)
+    for gradient, exact in zip(gradients, wanted, strict=True):
+        assert gradient.dtype == jnp.float32
+        error = jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact)
+        assert 1e-4 < error < 1e-2  # the gradient's own factors are rounded too, and no more than that
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 4, 3), (1, 6, 2, 1), (2, 5, 7, 2), (3, 2, 3, 4)])
 def test_max_pool_is_the_pool_and_drops_the_odd_edge(shape):
     with jax.enable_x64(True):

@@ -40,22 +40,72 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
     """Stride-1 convolution of x [B, H, W, Cin] with w [h, w, Cin, Cout], plus b [Cout] -> [B, H', W', Cout].
 
     `padding` is "VALID" (none) or "SAME" (zeros). Written as patches x matrix because `lax.conv` inside scan, map or
-    vmap is more than ten times slower on a CPU. Views are stacked along the width and then along the height: as fast
-    as all h * w at once and half the time to compile. A gather would do too, but its gradient is a scatter, whose sums
-    on a GPU come in any order. The barrier keeps a GPU from making what comes before once per patch, and the sum over
-    patches, in the gradient, once per use.
+    vmap is more than ten times slower on a CPU.
     """
-    height, width, cin, cout = w.shape
+    height, width, _, _ = w.shape
     if padding == "SAME":
         x = jnp.pad(x, ((0, 0), ((height - 1) // 2, height // 2), ((width - 1) // 2, width // 2), (0, 0)))
     elif padding != "VALID":
         raise errors.unknown("padding", padding, ("SAME", "VALID"))
+    y = _correlate_short(x, w) if short_products() else _correlate(x, w)
+    return y if b is None else y + b
+
+
+def short_products() -> bool:
+    """Whether the user lets matrix products read no more than bfloat16's 8 bits of their factors."""
+    return jax.config.jax_default_matmul_precision in ("bfloat16", "BF16_BF16_F32")  # type: ignore[attr-defined]
+
+
+def _correlate(x: Array, w: Array) -> Array:
+    """Unpadded convolution, [B, H', W', Cout]."""
+    patches = _patches(x, w.shape[:2])
+    return (_rows(patches) @ w.reshape(-1, w.shape[-1])).reshape(*patches.shape[:3], -1)
+
+
+def _patches(x: Array, window: tuple[int, ...]) -> Array:
+    """All views of x [B, H, W, C] through a window [h, w], [B, H', W', h, w, C].
+
+    Views are stacked along the width and then along the height: as fast as all h * w at once and half the time to
+    compile. A gather would do too, but its gradient is a scatter, whose sums on a GPU come in any order. The barrier
+    keeps a GPU from making what comes before once per patch, and the sum over patches, in the gradient, once per use.
+    """
+    height, width = window
     rows, cols = x.shape[1] - height + 1, x.shape[2] - width + 1
     x = jax.lax.optimization_barrier(x)
     x = jnp.stack([x[:, :, j : j + cols] for j in range(width)], axis=3)
-    x = jnp.stack([x[:, i : i + rows] for i in range(height)], axis=3)
-    y = x.reshape(-1, height * width * cin) @ w.reshape(-1, cout)
-    return (y if b is None else y + b).reshape(-1, rows, cols, cout)
+    return jnp.stack([x[:, i : i + rows] for i in range(height)], axis=3)
+
+
+def _rows(patches: Array) -> Array:
+    return patches.reshape(math.prod(patches.shape[:3]), -1)
+
+
+@jax.custom_vjp
+def _correlate_short(x: Array, w: Array) -> Array:
+    """As `_correlate`, in products of bfloat16 that are summed in float32.
+
+    Patches, by far the largest arrays of a step, are held with the digits that the products read.
+    """
+    return _correlate_short_forward(x, w)[0]
+
+
+def _correlate_short_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    patches = _patches(x.astype(jnp.bfloat16), w.shape[:2])
+    matrix = w.reshape(-1, w.shape[-1]).astype(jnp.bfloat16)
+    y = jnp.matmul(_rows(patches), matrix, preferred_element_type=x.dtype)
+    return y.reshape(*patches.shape[:3], -1), (x, w, patches)
+
+
+def _correlate_short_backward(kept: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, w, patches = kept
+    gradient = gradient.reshape(-1, w.shape[-1]).astype(jnp.bfloat16)
+    of_w = jnp.matmul(_rows(patches).T, gradient, preferred_element_type=w.dtype).reshape(w.shape)
+    of_patches = (gradient @ w.reshape(-1, w.shape[-1]).astype(jnp.bfloat16).T).reshape(patches.shape)
+    (of_x,) = jax.linear_transpose(lambda x: _patches(x, w.shape[:2]), x)(of_patches.astype(x.dtype))
+    return of_x, of_w
+
+
+_correlate_short.defvjp(_correlate_short_forward, _correlate_short_backward)
 
 
 def max_pool(x: Array) -> Array:
