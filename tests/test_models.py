@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from atoll.errors import AtollError
-from atoll.problems.models import MODELS, Cnn, Logistic, Mlp, Vgg11, _conv_block, conv, max_pool
+from atoll.problems.models import MODELS, Cnn, Logistic, Mlp, Vgg11, conv, max_pool
 
 # One of each kind, with the smallest sample it can take.
 EACH = [
@@ -92,42 +92,6 @@ def test_conv_is_the_convolution(image, kernel, padding):
         assert_same_value_and_gradients(
             lambda x, w, b: conv(x, w, b, padding), lambda x, w, b: reference_conv(x, w, b, padding), arguments
         )
-
-
-@pytest.mark.parametrize("pool", [True, False])
-@pytest.mark.parametrize("padding", ["VALID", "SAME"])
-@pytest.mark.parametrize("image", [(3, 8, 7, 4), (2, 9, 8, 1), (2, 7, 9, 3)])
-def test_short_products_read_eight_bits_of_their_factors(image, padding, pool):
-    x, w, b = (jnp.asarray(normal(s), jnp.float32) for s in (image, (3, 3, image[-1], 5), (5,)))
-
-    def rounded(array):
-        return array.astype(jnp.bfloat16).astype(jnp.float32)
-
-    def block(x, w, b):
-        return _conv_block(x, {"w": w, "b": b}, padding, pool)
-
-    def value_and_gradients(*arguments):
-        value, back = jax.vjp(block, *arguments)
-        return value, *back(jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape))
-
-    expected, *wanted = jax.jit(value_and_gradients)(rounded(x), rounded(w), b)
-    with jax.default_matmul_precision("bfloat16"):
-        value, *gradients = jax.jit(value_and_gradients)(x, w, b)
-        several = jax.jit(jax.vmap(lambda x: block(x, w, b)))(jnp.stack([2 * x, x]))
-    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(several[1], value, rtol=1e-5, atol=1e-5)
-    for gradient, exact in zip(gradients[:2], wanted[:2], strict=True):
-        assert gradient.dtype == jnp.float32
-        error = jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact)
-        assert 1e-4 < error < 1e-2  # the gradient's own factors are rounded too, and no more than that
-    np.testing.assert_allclose(gradients[2], wanted[2], rtol=1e-5, atol=1e-5)
-
-
-def test_short_products_give_a_tie_to_the_first():
-    layer = {"w": jnp.ones((1, 1, 2, 1)), "b": jnp.ones(1)}
-    with jax.default_matmul_precision("bfloat16"):
-        gradient = jax.jit(jax.grad(lambda x: _conv_block(x, layer).sum()))(jnp.ones((1, 2, 2, 2)))
-    np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 0], [0, 0]])
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 4, 3), (1, 6, 2, 1), (2, 5, 7, 2), (3, 2, 3, 4)])

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from atoll import errors
@@ -41,38 +40,22 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
     """Stride-1 convolution of x [B, H, W, Cin] with w [h, w, Cin, Cout], plus b [Cout] -> [B, H', W', Cout].
 
     `padding` is "VALID" (none) or "SAME" (zeros). Written as patches x matrix because `lax.conv` inside scan, map or
-    vmap is more than ten times slower on a CPU.
+    vmap is more than ten times slower on a CPU. Views are stacked along the width and then along the height: as fast
+    as all h * w at once and half the time to compile. A gather would do too, but its gradient is a scatter, whose sums
+    on a GPU come in any order. The barrier keeps a GPU from making what comes before once per patch, and the sum over
+    patches, in the gradient, once per use.
     """
-    patches = _patches(_padded(x, w.shape, padding), w.shape)
-    y = (_rows(patches) @ w.reshape(-1, w.shape[-1])).reshape(*patches.shape[:3], -1)
-    return y if b is None else y + b
-
-
-def _padded(x: Array, window: tuple[int, ...], padding: str) -> Array:
-    if padding == "VALID":
-        return x
-    if padding != "SAME":
+    height, width, cin, cout = w.shape
+    if padding == "SAME":
+        x = jnp.pad(x, ((0, 0), ((height - 1) // 2, height // 2), ((width - 1) // 2, width // 2), (0, 0)))
+    elif padding != "VALID":
         raise errors.unknown("padding", padding, ("SAME", "VALID"))
-    height, width, *_ = window
-    return jnp.pad(x, ((0, 0), ((height - 1) // 2, height // 2), ((width - 1) // 2, width // 2), (0, 0)))
-
-
-def _patches(x: Array, window: tuple[int, ...]) -> Array:
-    """All views of x [B, H, W, C] through a window [h, w, ...], [B, H', W', h, w, C].
-
-    Views are stacked along the width and then along the height: as fast as all h * w at once and half the time to
-    compile. A gather would do too, but its gradient is a scatter, whose sums on a GPU come in any order. The barrier
-    keeps a GPU from making what comes before once per patch, and the sum over patches, in the gradient, once per use.
-    """
-    height, width, *_ = window
     rows, cols = x.shape[1] - height + 1, x.shape[2] - width + 1
     x = jax.lax.optimization_barrier(x)
     x = jnp.stack([x[:, :, j : j + cols] for j in range(width)], axis=3)
-    return jnp.stack([x[:, i : i + rows] for i in range(height)], axis=3)
-
-
-def _rows(patches: Array) -> Array:
-    return patches.reshape(math.prod(patches.shape[:3]), -1)
+    x = jnp.stack([x[:, i : i + rows] for i in range(height)], axis=3)
+    y = x.reshape(-1, height * width * cin) @ w.reshape(-1, cout)
+    return (y if b is None else y + b).reshape(-1, rows, cols, cout)
 
 
 def max_pool(x: Array) -> Array:
@@ -87,100 +70,9 @@ def _larger(a: Array, b: Array) -> Array:
     return jnp.where(a >= b, a, b)
 
 
-def _conv_block(x: Array, layer: Layer, padding: str = "VALID", pool: bool = True) -> Array:
-    """Convolution, 2x2 max pool and ReLU."""
-    w, b = layer["w"], layer["b"]
-    if short_products():
-        return _short_block(_padded(x, w.shape, padding), w, b, 2 if pool else 1)
-    y = conv(x, w, padding=padding)
+def _conv_pool(x: Array, layer: Layer, padding: str = "VALID") -> Array:
     # max commutes with the bias and with ReLU, and after the pool both have a quarter of the work.
-    return jax.nn.relu((max_pool(y) if pool else y) + b)
-
-
-def short_products() -> bool:
-    """Whether the user lets matrix products read no more than bfloat16's 8 bits of their factors."""
-    return jax.config.jax_default_matmul_precision in ("bfloat16", "BF16_BF16_F32")  # type: ignore[attr-defined]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _short_block(x: Array, w: Array, b: Array, side: int) -> Array:
-    """Unpadded convolution in products of bfloat16, summed in float32, `side` x `side` max pool and ReLU.
-
-    Made for a GPU, where the time of a convolution is that of moving its arrays. Patches, the largest of them, are held
-    with the digits that products read. Those of a pool's first members come before those of its second: the pool is
-    then a maximum of whole arrays, and its gradient needs to know no more of them than who was the largest.
-    """
-    return _short_block_forward(x, w, b, side)[0]
-
-
-def _short_block_forward(x: Array, w: Array, b: Array, side: int) -> tuple[Array, tuple[Array, ...]]:
-    patches = _short_patches(x.astype(jnp.bfloat16), w.shape, side)
-    matrix = w.reshape(-1, w.shape[-1]).astype(jnp.bfloat16)
-    matrix = jnp.pad(matrix, ((0, patches.shape[-1] - len(matrix)), (0, 0)))
-    y = jnp.matmul(patches, matrix, preferred_element_type=x.dtype).reshape(side * side, -1, w.shape[-1])
-    largest, winner = y[0], jnp.zeros(y.shape[1:], jnp.int8)
-    for member in range(1, side * side):
-        largest, winner = (
-            jnp.where(largest >= y[member], largest, y[member]),
-            jnp.where(largest >= y[member], winner, jnp.int8(member)),
-        )
-    z = largest + b
-    # Kept for the gradient in one byte each; the barrier keeps them from being found again there.
-    z, winner = jax.lax.optimization_barrier((jax.nn.relu(z), jnp.where(z > 0, winner, jnp.int8(side * side))))
-    rows, cols = _pooled(x, w, side)
-    return z.reshape(len(x), rows, cols, -1), (x, w, patches, winner)
-
-
-def _short_block_backward(side: int, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
-    x, w, patches, winner = kept
-    batch, outputs = len(x), w.shape[-1]
-    gradient = gradient.reshape(winner.shape)
-    short = gradient.astype(jnp.bfloat16)
-    of_y = jnp.stack([jnp.where(winner == member, short, 0) for member in range(side * side)])
-    of_matrix = jnp.matmul(patches.T, of_y.reshape(-1, outputs), preferred_element_type=w.dtype)
-    # Over an image's positions and then over images: at once, the sums of a few channels would not fill a GPU.
-    of_b = jnp.where(winner < side * side, gradient, 0).reshape(batch, -1, outputs).sum(1)
-    of_b = jax.lax.optimization_barrier(of_b).sum(0)
-    rows, cols = _pooled(x, w, side)
-    of_y = of_y.reshape(side, side, batch, rows, cols, outputs).transpose(2, 3, 0, 4, 1, 5)
-    of_patches = of_y.reshape(-1, outputs) @ w.reshape(-1, outputs).astype(jnp.bfloat16).T
-    of_patches = of_patches.reshape(batch, side * rows, side * cols, *w.shape[:3]).astype(x.dtype)
-    used = (slice(None), slice(side * rows + w.shape[0] - 1), slice(side * cols + w.shape[1] - 1))
-    (of_x,) = jax.linear_transpose(lambda x: _patches(x[used], w.shape), x)(of_patches)
-    return of_x, of_matrix[: w.size // outputs].reshape(w.shape), of_b
-
-
-_short_block.defvjp(_short_block_forward, _short_block_backward)
-
-
-def _pooled(x: Array, w: Array, side: int) -> tuple[int, int]:
-    """Height and width after convolution and pool; an odd last row or column is dropped."""
-    return (x.shape[1] - w.shape[0] + 1) // side, (x.shape[2] - w.shape[1] + 1) // side
-
-
-def _short_patches(x: Array, window: tuple[int, ...], side: int) -> Array:
-    """Views of x [B, H, W, C] through a window, [side * side * B * rows * cols, K], zeros up to a multiple of 8.
-
-    By a gather, whose gradient nobody takes. Pairs of channels are fetched as one number of twice the size, which takes
-    half the time.
-    """
-    batch, height, width, channels = x.shape
-    rows, cols = (height - window[0] + 1) // side, (width - window[1] + 1) // side
-    ranges = (side, side, 1, rows, cols, *window[:2])
-    down, right, _, row, col, i, j = np.ix_(*map(np.arange, ranges))
-    places = ((side * row + down + i) * width + side * col + right + j).reshape(side * side, 1, rows * cols, -1)
-    if channels % 2 == 0:
-        x = jax.lax.bitcast_convert_type(x.reshape(batch, -1, channels // 2, 2), jnp.uint32)
-    else:
-        places = (places[..., None] * channels + np.arange(channels)).reshape(*places.shape[:3], -1)
-        beyond = -places.shape[-1] % 8
-        places = np.pad(places, ((0, 0),) * 3 + ((0, beyond),), constant_values=height * width * channels)
-        x = jnp.pad(x.reshape(batch, -1), ((0, 0), (0, 1)))
-    x = jax.lax.optimization_barrier(x)
-    views = x.at[np.arange(batch)[:, None, None], places].get(mode="promise_in_bounds")
-    if channels % 2 == 0:
-        views = jax.lax.bitcast_convert_type(views, jnp.bfloat16)
-    return views.reshape(side * side * batch * rows * cols, -1)
+    return jax.nn.relu(max_pool(conv(x, layer["w"], padding=padding)) + layer["b"])
 
 
 def _dropout(x: Array, rate: float, key: Array | None) -> Array:
@@ -323,7 +215,7 @@ class Cnn:
         """Logits [B, classes] of x [B, height, width, channels]."""
         (fc,) = params["body"]["fc"]
         for layer in params["body"]["conv"]:
-            x = _conv_block(x, layer)
+            x = _conv_pool(x, layer)
         x = jax.nn.relu(_affine(_dropout(_flat(x), self.dropout, key), fc))
         return _affine(x, params["head"])
 
@@ -369,8 +261,8 @@ class Vgg11:
         """Logits [B, classes] of x [B, height, width, channels]."""
         for block in params["body"]["conv"]:
             for layer in block[:-1]:
-                x = _conv_block(x, layer, "SAME", pool=False)
-            x = _conv_block(x, block[-1], "SAME")
+                x = jax.nn.relu(conv(x, layer["w"], layer["b"], "SAME"))
+            x = _conv_pool(x, block[-1], "SAME")
         x = _flat(x)
         keys = [None, None] if key is None else jax.random.split(key)
         for layer, k in zip(params["body"]["fc"], keys, strict=True):
