@@ -48,23 +48,30 @@ def load_mind(source: str | Path, federation: Federation) -> Mind:
     agent = weighting.init(federation.cohort, federation.clients, federation.seed)
     first = f"{_PART}/networks/policy/0/w"
     inputs, width = found[first].shape if first in found else (0, 0)
-    alike = weighting.slots == "alike"  # such an agent sees one client at a time
-    if inputs == 3 and not alike and federation.cohort > 1:
+    alike, numbers = weighting.slots == "alike", weighting.numbers  # alike: it sees one client at a time
+    if inputs in (3, 4) and not alike and federation.cohort > 1:
         raise AtollError(f"the agent in {file} decides client by client; set --server.weighting 'feddrl(slots=alike)'")
-    if alike and inputs != 3:
+    if alike and inputs not in (3, 4):
         raise AtollError(
-            f"the agent in {file} decides about {inputs // 3} clients together, but slots is alike; "
+            f"the agent in {file} decides about {inputs // numbers} clients together, but slots is alike; "
             "set it to clients or losses, as the agent was trained"
         )
+    clients = 1 if alike else federation.cohort
+    for sees, theirs in (("losses", 3), ("crowd", 4)):
+        require(
+            inputs != theirs * clients or theirs == numbers,
+            f"the agent in {file} sees {theirs} numbers of a client, with sees={weighting.sees} it is given {numbers}; "
+            f"add sees={sees} to feddrl's settings",
+        )
     require(
-        alike or inputs == 3 * federation.cohort,
-        f"the agent in {file} decides about {inputs // 3} clients, but cohort is {federation.cohort}; "
-        f"set --cohort {inputs // 3} or train another agent",
+        inputs == numbers * clients,
+        f"the agent in {file} decides about {inputs // numbers} clients, but cohort is {federation.cohort}; "
+        f"set --cohort {inputs // numbers} or train another agent",
     )
     home = _run_of(path)
     taught = Federation.from_config(RunFiles.read_config(home).get("federation")).server.build() if home else None
     if taught and isinstance(taught.weighting, FedDrl):
-        for name in ("slots", "variant", "limit"):
+        for name in ("slots", "sees", "variant", "limit"):
             theirs, ours = getattr(taught.weighting, name), getattr(weighting, name)
             require(
                 theirs == ours,

@@ -23,6 +23,7 @@ from ..algorithms.base import check_not_negative, check_positive
 from ..errors import require
 from ..problems.base import Params
 from ..settings import settings
+from .unlike import crowd
 from .weighting import Reports, Weighting, weighted_mean
 
 FEWEST = 16  # rounds in a batch of offline training, which takes one at least
@@ -79,7 +80,7 @@ class Agent(NamedTuple):
 
     mind: Mind
     replay: Replay
-    state: jax.Array  # [3K] of the last decision
+    state: jax.Array  # [nK] of the last decision, n numbers of a client
     action: jax.Array  # [2K] of it
     decided: jax.Array  # whether there was one
     drift: jax.Array  # [2K] exploration that lasts over rounds
@@ -90,7 +91,7 @@ class Agent(NamedTuple):
     @property
     def cohort(self) -> int:
         """Clients it decides about."""
-        return self.state.shape[-1] // 3
+        return self.action.shape[-1] // 2
 
 
 class Lesson(NamedTuple):
@@ -111,6 +112,9 @@ class FedDrl(Weighting):
     slots: Literal["clients", "losses", "alike"] = "clients"
     """how the agent sees a cohort: in the order of clients, as in the paper; of losses, the worst served first; or
     alike: one function of a client's own state decides about it, relative to what it says of the others"""
+    sees: Literal["losses", "crowd"] = "losses"
+    """what it sees of a client: losses and samples, as in the paper; or also the crowd around it: how many of the round
+    are like it, by the directions of their updates"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that by its mean no client counts more than exp(2 limit) times
     another"""
@@ -178,16 +182,22 @@ class FedDrl(Weighting):
         """Weights of the authors' program do not sum to 1."""
         return self.variant == "paper"
 
+    @property
+    def numbers(self) -> int:
+        """How many it sees of a client."""
+        return 4 if self.sees == "crowd" else 3
+
     def init(self, cohort: int, clients: int, seed: int) -> Agent:
         """An agent for cohorts of `cohort` clients that knows nothing."""
         del clients
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 77), 4)
-        seen = 1 if self.slots == "alike" else cohort  # clients that a network sees at once
+        seen, numbers = 1 if self.slots == "alike" else cohort, self.numbers  # clients that a network sees at once
         networks = Networks(
-            _network(keys[0], 3 * seen, self.width, 2 * seen), _network(keys[1], 5 * seen, self.width, 1)
+            _network(keys[0], numbers * seen, self.width, 2 * seen),
+            _network(keys[1], (numbers + 2) * seen, self.width, 1),
         )
         moments = Networks(*(o.init(net) for o, net in zip(self._optimizers(), networks, strict=True)))
-        state, action, number = jnp.zeros(3 * cohort), jnp.zeros(2 * cohort), jnp.zeros(())
+        state, action, number = jnp.zeros(numbers * cohort), jnp.zeros(2 * cohort), jnp.zeros(())
         rounds = Rounds(*(jnp.zeros((self.replay, *x.shape)) for x in (state, action, number, state)))
         return Agent(
             Mind(
@@ -212,7 +222,8 @@ class FedDrl(Weighting):
         reward = _reward(losses, alive)
         worst_first = jnp.argsort(jnp.where(alive, -losses, jnp.inf))
         order = worst_first if self.slots == "losses" else jnp.arange(len(alive))
-        seen = jnp.concatenate([_share(x, alive)[order] for x in (losses, after, reports.samples)])
+        told = (losses, after, reports.samples, *((crowd(updates, alive),) if self.sees == "crowd" else ()))
+        seen = jnp.concatenate([_share(x, alive)[order] for x in told])
         replay = _remember(agent.replay, Rounds(agent.state, agent.action, reward, seen), agent.decided)
         fresh = jax.random.normal(keys[0], agent.drift.shape) * self.explore
         drift = fresh if self.noise == "white" else (1 - _RETURN) * agent.drift + fresh
@@ -293,26 +304,40 @@ class FedDrl(Weighting):
         return optax.adam(self.policy_rate), optax.adam(self.value_rate)
 
     def _act(self, policy: Params, state: jax.Array) -> jax.Array:
-        """Means and deviations [..., 2K] for states [..., 3K]."""
-        answer = _by_number(_forward(policy, _seen(state))) if self.slots == "alike" else _forward(policy, state)
+        """Means and deviations [..., 2K] for states [..., nK]."""
+        answer = _by_number(_forward(policy, self._each(state))) if self.slots == "alike" else _forward(policy, state)
         mean, width = jnp.split(answer, 2, -1)
         mean = jax.nn.softmax(mean) if self.variant == "code" else self.limit * jnp.tanh(self._relative(mean, state))
         return jnp.concatenate([mean, self._most(mean) * jax.nn.sigmoid(width)], -1)
 
     def _worth(self, value: Params, state: jax.Array, action: jax.Array) -> jax.Array:
-        """What decisions [..., 2K] in states [..., 3K] are worth, [...]."""
+        """What decisions [..., 2K] in states [..., nK] are worth, [...]."""
         if self.slots == "alike":
             mean, deviation = jnp.split(action, 2, -1)
             decided = _by_client(jnp.concatenate([self._relative(mean, state), deviation], -1), 2)
-            worth = _forward(value, jnp.concatenate([_seen(state), decided], -1))[..., 0]
-            return _mean_of_present(worth, state)[..., 0]
+            worth = _forward(value, jnp.concatenate([self._each(state), decided], -1))[..., 0]
+            return self._mean_of_present(worth, state)[..., 0]
         return _forward(value, jnp.concatenate([state, action], -1))[..., 0]
 
     def _relative(self, mean: jax.Array, state: jax.Array) -> jax.Array:
         """Alike, means [..., K] less their own mean: a softmax does not mind, and they cannot all saturate together."""
         if self.slots != "alike" or self.variant == "code":
             return mean
-        return mean - _mean_of_present(mean, state)
+        return mean - self._mean_of_present(mean, state)
+
+    def _each(self, state: jax.Array) -> jax.Array:
+        """States [..., nK] client by client, [..., K, n], in shares of what each would have if all had the same."""
+        return _by_client(state, self.numbers) * jnp.sum(self._present(state), -1)[..., None, None]
+
+    def _present(self, state: jax.Array) -> jax.Array:
+        """Which clients [..., K] of states [..., nK] took part: those with samples."""
+        return _by_client(state, self.numbers)[..., 2] > 0
+
+    def _mean_of_present(self, values: jax.Array, state: jax.Array) -> jax.Array:
+        """Mean [..., 1] of values [..., K] over the clients that took part in states [..., nK]."""
+        present = self._present(state)
+        total = jnp.sum(values, -1, where=present, keepdims=True)
+        return total / jnp.maximum(jnp.sum(present, -1, keepdims=True), 1)
 
     def _explored(self, action: jax.Array, drift: jax.Array) -> jax.Array:
         """A decision [2K] moved by `drift`, within the bounds of means and deviations."""
@@ -426,23 +451,6 @@ def _forward(layers: Params, x: jax.Array) -> jax.Array:
         x = jax.nn.leaky_relu(x @ layer["w"] + layer["b"])
     result: jax.Array = x @ layers[-1]["w"] + layers[-1]["b"]
     return result
-
-
-def _seen(state: jax.Array) -> jax.Array:
-    """States [..., 3K] client by client, [..., K, 3], in shares of what each would have if all had the same."""
-    return _by_client(state, 3) * jnp.sum(_present(state), -1)[..., None, None]
-
-
-def _present(state: jax.Array) -> jax.Array:
-    """Which clients [..., K] of states [..., 3K] took part: those with samples."""
-    return state[..., state.shape[-1] // 3 * 2 :] > 0
-
-
-def _mean_of_present(values: jax.Array, state: jax.Array) -> jax.Array:
-    """Mean [..., 1] of values [..., K] over the clients that took part in states [..., 3K]."""
-    present = _present(state)
-    total = jnp.sum(values, -1, where=present, keepdims=True)
-    return total / jnp.maximum(jnp.sum(present, -1, keepdims=True), 1)
 
 
 def _by_client(values: jax.Array, numbers: int) -> jax.Array:

@@ -19,9 +19,7 @@ from ..errors import require
 from ..problems.base import Params
 from ..settings import settings
 from .admission import finite
-from .weighting import Reports, Weighting, normalised, weighted_mean
-
-_LARGEST = 1e36  # squared norm of an update beyond which sums of such squares may overflow
+from .weighting import Reports, Weighting, inner_products, normalised, weighted_mean
 
 
 class _Robust(Weighting):
@@ -148,7 +146,7 @@ class GeometricMedian(_Robust):
 
     def combine(self, state: Any, updates: Params, reports: Reports) -> tuple[Params, jax.Array, Any]:
         """Mean of the updates with the last iteration's weights b, normalised."""
-        products, alive = _inner_products(updates, reports.alive)
+        products, alive = inner_products(updates, reports.alive)
 
         def iteration(_: int, weights: jax.Array) -> jax.Array:
             along = jnp.dot(products, weights, precision="highest")
@@ -221,7 +219,7 @@ def _column(mask: jax.Array, update: jax.Array) -> jax.Array:
 
 def _nearest(updates: Params, alive: jax.Array, malicious: int, keep: int) -> jax.Array:
     """Weights [C] that are equal for the `keep` updates of Krum's smallest scores (0: as many as may be kept)."""
-    products, alive = _inner_products(updates, alive)
+    products, alive = inner_products(updates, alive)
     count, size = jnp.sum(alive), len(alive)
     squares = jnp.diagonal(products)
     # Rounding may blur the distances of updates that are much alike, but then it matters little which one is chosen.
@@ -233,11 +231,3 @@ def _nearest(updates: Params, alive: jax.Array, malicious: int, keep: int) -> ja
     most = jnp.maximum(count - malicious - 2, 1)
     kept = jnp.minimum(keep, most) if keep else most
     return normalised((ranks < kept).astype(scores.dtype), alive)
-
-
-def _inner_products(updates: Params, alive: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Inner products [C, C] of updates [C, ...], 0 where not alive, and who is alive [C] and not too large to count."""
-    flat = [leaf.reshape(len(alive), -1) for leaf in jax.tree.leaves(updates)]
-    products = sum(jnp.matmul(u, u.T, precision="highest", preferred_element_type=jnp.float32) for u in flat)
-    alive = alive & (jnp.diagonal(products) < _LARGEST)
-    return jnp.where(alive[:, None] & alive, products, 0), alive

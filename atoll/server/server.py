@@ -15,6 +15,7 @@ from .impact import FedDrl
 from .optimizers import OPTIMIZERS, Optimizer
 from .privacy import PRIVACY, Privacy
 from .robust import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
+from .unlike import Unlike
 from .weighting import BySamples, Reports, Uniform, Weighting
 
 WEIGHTINGS: dict[str, type[Weighting]] = {
@@ -23,6 +24,7 @@ WEIGHTINGS: dict[str, type[Weighting]] = {
     "feddrl": FedDrl,
     "q-ffl": QFFL,
     "agnostic": Agnostic,
+    "unlike": Unlike,
     "median": Median,
     "trimmed-mean": TrimmedMean,
     "krum": Krum,

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from ..problems.base import Params
 from ..settings import settings
 
+_LARGEST = 1e36  # squared norm of an update beyond which sums of such squares may overflow
+
 
 class Reports(NamedTuple):
     """What the server knows of a round's clients, each [C]; `alive` marks the updates that may count.
@@ -87,6 +89,14 @@ def weighted_mean(updates: Params, weights: jax.Array) -> Params:
 
     result: Params = jax.lax.cond(jnp.all(counts), partial(jax.tree.map, plain), partial(jax.tree.map, masked), updates)
     return result
+
+
+def inner_products(updates: Params, alive: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Inner products [C, C] of updates [C, ...], 0 where not alive, and who is alive [C] and not too large to count."""
+    flat = [leaf.reshape(len(alive), -1) for leaf in jax.tree.leaves(updates)]
+    products = sum(jnp.matmul(u, u.T, precision="highest", preferred_element_type=jnp.float32) for u in flat)
+    alive = alive & (jnp.diagonal(products) < _LARGEST)
+    return jnp.where(alive[:, None] & alive, products, 0), alive
 
 
 @settings

@@ -1,0 +1,44 @@
+"""Clients that learn the same should not count the more for being many: who in a round is like whom.
+
+Updates of clients with the same kind of data point the same way. The server can see that, whatever the clients' losses.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..algorithms.base import check_not_negative
+from ..problems.base import Params
+from ..settings import settings
+from .weighting import Reports, Weighting, inner_products, normalised, weighted_mean
+
+
+@settings
+class Unlike(Weighting):
+    """A client counts by one over the number of clients in the round that are like it, itself included.
+
+    Client j counts max(0, cosine of the two updates) to the `power` towards that number: 1 if they point the same way,
+    0 if they have nothing in common. A power of 0 counts all whose cosine is above 0.
+    """
+
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(power=self.power)
+
+    def combine(self, state: Any, updates: Params, reports: Reports) -> tuple[Params, jax.Array, Any]:
+        """Mean of the updates with these weights."""
+        weights = normalised(1 / crowd(updates, reports.alive, self.power), reports.alive)
+        return weighted_mean(updates, weights), weights, state
+
+
+def crowd(updates: Params, alive: jax.Array, power: jax.Array | float = 2.0) -> jax.Array:
+    """How many of those alive are like each client [C], by its update [C, ...]: itself, and others in part."""
+    products, alive = inner_products(updates, alive)
+    lengths = jnp.sqrt(jnp.diagonal(products))
+    scale = jnp.where(lengths > 0, 1 / lengths, 0)
+    cosines = products * scale[:, None] * scale
+    likeness = jnp.where(cosines > 0, jnp.minimum(cosines, 1) ** power, 0)
+    itself = jnp.eye(len(alive), dtype=bool)
+    return jnp.sum(jnp.where(itself, 1.0, likeness), 1)
