@@ -60,6 +60,18 @@ def test_the_state_has_losses_and_samples_as_shares() -> None:
     np.testing.assert_allclose(agent.state, [0.25, 0.5, 0.25, 0.25, 0.5, 0.25, 1 / 6, 2 / 6, 3 / 6], rtol=1e-6)
 
 
+def test_the_state_may_have_the_crowd_around_each_client() -> None:
+    weighting = dataclasses.replace(PLAIN, sees="crowd")
+    reports = _reports([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
+    updates = jnp.array([[1.0, 0.0], [0.0, 2.0], [0.0, 3.0]])  # the last two are alike
+    _, weights, after = weighting.combine(weighting.init(K, K, 0), updates, reports)
+    np.testing.assert_allclose(after.state[3 * K :], [1 / 5, 2 / 5, 2 / 5], rtol=1e-6)
+    assert after.cohort == K
+    assert weights.sum() == pytest.approx(1, abs=1e-6)
+    lesson = jax.jit(weighting.teach)(weighting.combine(after, updates, reports)[2])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(lesson.mind.networks))
+
+
 def test_slots_by_loss_are_the_same_whoever_sits_in_them() -> None:
     weighting = dataclasses.replace(PLAIN, slots="losses")
     agent = weighting.init(K, K, 0)
@@ -75,11 +87,12 @@ def test_slots_by_loss_are_the_same_whoever_sits_in_them() -> None:
     np.testing.assert_allclose(first[1][:3], [5 / 7, 2 / 7, 0], rtol=1e-6)  # type: ignore[index]
 
 
-def test_alike_one_function_decides_about_every_client() -> None:
-    weighting = dataclasses.replace(PLAIN, slots="alike")
+@pytest.mark.parametrize("sees", ["losses", "crowd"])
+def test_alike_one_function_decides_about_every_client(sees: str) -> None:
+    weighting = dataclasses.replace(PLAIN, slots="alike", sees=sees)
     agent = weighting.init(K, K, 0)
     policy, value = (jax.tree.map(lambda x: x * 5, net) for net in agent.mind.networks)  # far from uniform
-    state = jax.random.uniform(jax.random.key(1), (2, 3, K))  # a batch of two; losses, losses after, samples
+    state = jax.random.uniform(jax.random.key(1), (2, weighting.numbers, K))  # a batch of two; losses and so on
     order = jnp.array([2, 0, 1])
     action = weighting._act(policy, state.reshape(2, -1)).reshape(2, 2, K)
     turned = weighting._act(policy, state[..., order].reshape(2, -1)).reshape(2, 2, K)
@@ -95,10 +108,11 @@ def test_alike_one_function_decides_about_every_client() -> None:
     assert weights.sum() == pytest.approx(1, abs=1e-6)
 
 
-def test_alike_clients_that_never_answered_change_nothing_for_the_others() -> None:
-    weighting = dataclasses.replace(PLAIN, slots="alike", explore=0.0, beta=1e-6)
+@pytest.mark.parametrize("sees", ["losses", "crowd"])
+def test_alike_clients_that_never_answered_change_nothing_for_the_others(sees: str) -> None:
+    weighting = dataclasses.replace(PLAIN, slots="alike", sees=sees, explore=0.0, beta=1e-6)
     agent = weighting.init(K, K, 0)
-    policy = jax.tree.map(lambda x: x * 9, agent.mind.networks.policy)  # far from uniform
+    policy = jax.tree.map(lambda x: x * 12, agent.mind.networks.policy)  # far from uniform
     found = []
     for missing in (0, 3, 7):
         larger = weighting.init(K + missing, K, 0)
@@ -445,6 +459,7 @@ def test_two_stages_train_an_agent_that_other_runs_can_use(tmp_path: Path) -> No
         ({"server": Server("feddrl(width=16, slots=alike)")}, "decides about 4 clients together, but slots is alike"),
         ({"cohort": 5}, "decides about 4 clients, but cohort is 5"),
         ({"server": Server("feddrl(width=8)")}, "layers of 16 neurons"),
+        ({"server": Server("feddrl(width=16, sees=crowd)")}, "sees 3 numbers of a client, .* add sees=losses"),
         ({"server": Server("uniform")}, "has no agent"),
     ],
 )
@@ -470,6 +485,7 @@ def test_an_agent_goes_where_it_sees_and_decides_in_the_same_way(tmp_path: Path)
             ("slots=losses", "was trained with slots clients, but slots is losses"),
             ("variant=code", "was trained with variant paper, but variant is code"),
             ("limit=2.0", "was trained with limit 1.0, but limit is 2.0"),
+            ("sees=crowd", "add sees=losses to feddrl's settings"),
         ):
             with pytest.raises(AtollError, match=words):
                 load_mind(tmp_path / place, _federation(f"feddrl(width=16, replay=32, {setting})"))

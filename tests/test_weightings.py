@@ -19,7 +19,8 @@ from atoll.settings import parse_spec, spec
 
 COHORT, CLIENTS = 9, 20
 ROBUST = ["median", "trimmed-mean(0.2)", "krum(2)", "multi-krum(2)", "multi-krum(2, keep=3)", "geometric-median"]
-ALL = [*ROBUST, "uniform", "samples", "q-ffl", "q-ffl(q=0.5, lipschitz=3)", "agnostic(0.2)"]
+OTHERS = ["q-ffl", "q-ffl(q=0.5, lipschitz=3)", "unlike", "unlike(0.5)"]
+ALL = [*ROBUST, *OTHERS, "uniform", "samples", "agnostic(0.2)"]
 NAN = float("nan")
 
 
@@ -83,7 +84,7 @@ def _weiszfeld(rows: np.ndarray, iterations: int = 100) -> np.ndarray:
 
 
 def _expected(text: str, rows: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """What a robust or q-fair rule makes of the updates [n, 13] of those alive."""
+    """What a rule makes of the updates [n, 13] of those alive."""
     n = len(rows)
     if text == "median":
         return np.median(rows, axis=0)
@@ -95,6 +96,12 @@ def _expected(text: str, rows: np.ndarray, losses: np.ndarray) -> np.ndarray:
         return _krum(rows, 2, max(1, keep))
     if text == "geometric-median":
         return _weiszfeld(rows)
+    if "unlike" in text:
+        directions = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        cosines = directions @ directions.T
+        likeness = np.where(cosines > 0, np.abs(cosines), 0) ** (2.0 if text == "unlike" else 0.5)
+        weights = 1 / likeness.sum(1)
+        return weights / weights.sum() @ rows
     q, lipschitz = (1.0, 100.0) if text == "q-ffl" else (0.5, 3.0)
     gradients = -lipschitz * rows
     deltas = losses[:, None] ** q * gradients
@@ -102,7 +109,7 @@ def _expected(text: str, rows: np.ndarray, losses: np.ndarray) -> np.ndarray:
     return -deltas.sum(0) / h.sum()
 
 
-@pytest.mark.parametrize("text", [*ROBUST, "q-ffl", "q-ffl(q=0.5, lipschitz=3)"])
+@pytest.mark.parametrize("text", [*ROBUST, *OTHERS])
 def test_a_rule_makes_of_those_alive_what_its_paper_says(text: str) -> None:
     for seed in range(20):
         rows, alive, losses, clients = _round(seed)
@@ -111,7 +118,7 @@ def test_a_rule_makes_of_those_alive_what_its_paper_says(text: str) -> None:
         assert (weights[~alive] == 0).all()
         if text not in ("median", "trimmed-mean(0.2)"):  # each coordinate of these has weights of its own
             np.testing.assert_allclose(weights[alive] @ rows[alive], combined, rtol=1e-4, atol=1e-5)
-        if text in ROBUST:
+        if "q-ffl" not in text:
             assert weights.sum() == pytest.approx(1, rel=1e-5)
 
 
@@ -214,6 +221,24 @@ def test_if_nobody_is_alive_nothing_is_combined(text: str) -> None:
     combined, weights, _ = _combine(text, rows, _reports([False] * COHORT, rows[:, 0]))
     np.testing.assert_array_equal(combined, 0)
     np.testing.assert_array_equal(weights, 0)
+
+
+def test_a_group_counts_once_however_many_clients_are_in_it() -> None:
+    groups = np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])
+    lengths = np.array([1, 2, 3, 1, 1e-8, 1e8, 5, 5, 1])  # only directions matter
+    rows = lengths[:, None] * np.eye(13)[groups]
+    rows[8] -= 4 * np.eye(13)[0]  # what points the other way has nothing in common either
+    _, weights, _ = _combine("unlike", rows, _reports([True] * 9, np.ones(9)))
+    np.testing.assert_allclose(np.bincount(groups, weights), 1 / 3, rtol=1e-5)
+    np.testing.assert_allclose(weights[:6], 1 / 18, rtol=1e-5)
+
+
+def test_updates_of_no_length_or_beyond_all_bounds_are_like_nobody() -> None:
+    rows = np.ones((4, 13))
+    rows[2], rows[3] = 0, 1e25
+    combined, weights, _ = _combine("unlike", rows, _reports([True] * 4, np.ones(4)))
+    np.testing.assert_allclose(weights, [1 / 6, 1 / 6, 1 / 3, 1 / 3], rtol=1e-5)
+    assert np.isfinite(combined).all()
 
 
 def test_q_0_is_the_plain_mean() -> None:
