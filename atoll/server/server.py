@@ -55,8 +55,9 @@ class Server:
     """Weights x optimiser x privacy, as written in a recipe."""
 
     weighting: Annotated[str | Weighting, typed()] = "uniform"
-    """how much each client counts: uniform, samples; learned: feddrl; fair: q-ffl(q=1.0), agnostic(rate=0.01);
-    robust: median, trimmed-mean(share=0.1), krum(malicious=1), multi-krum, geometric-median"""
+    """how much each client counts: uniform, samples; learned: feddrl; fair: q-ffl(q=1.0), agnostic(rate=0.01); by
+    groups of like clients: unlike; robust: median, trimmed-mean(share=0.1), krum(malicious=1), multi-krum,
+    geometric-median"""
     optimizer: Annotated[str | Optimizer, typed()] = "sgd(rate=1.0)"
     """sgd(1.0), momentum, adam(0.001), yogi, adagrad or adam-as-printed"""
     privacy: Annotated[str | Privacy | None, typed()] = None

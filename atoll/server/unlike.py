@@ -20,6 +20,8 @@ class Unlike(Weighting):
 
     Client j counts max(0, cosine of the two updates) to the `power` towards that number: 1 if they point the same way,
     0 if they have nothing in common. A power of 0 counts all whose cosine is above 0.
+
+    No defence against clients that mean harm: whoever is like nobody counts as much as a whole group.
     """
 
     power: float = 2.0
