@@ -1,6 +1,8 @@
 """Clients that learn the same should not count the more for being many: who in a round is like whom.
 
 Updates of clients with the same kind of data point the same way. The server can see that, whatever the clients' losses.
+FoolsGold (Fung et al., The Limitations of Federated Learning in Sybil Settings, RAID 2020) weighs by likeness too, to
+keep out clients that one person invented; here it is to be fair to small groups.
 """
 
 from typing import Any
