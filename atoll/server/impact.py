@@ -115,8 +115,6 @@ class FedDrl(Weighting):
     sees: Literal["losses", "crowd"] = "losses"
     """what it sees of a client: losses and samples, as in the paper; or also the crowd around it: how many of the round
     are like it, by the directions of their updates"""
-    prior: Literal["none", "crowd"] = "none"
-    """crowd: the decision multiplies weights of one over the crowd around each client"""
     limit: float = 1.0
     """paper's variant: means lie within this of 0, so that by its mean no client counts more than exp(2 limit) times
     another"""
@@ -233,8 +231,6 @@ class FedDrl(Weighting):
         action = self._explored(self._act(agent.mind.networks.policy, seen), strength * drift)
         mean, deviation = jnp.split(action, 2)
         sample = mean + deviation * jax.random.normal(keys[1], mean.shape)
-        if self.prior == "crowd":
-            sample = sample - jnp.log(crowd(updates, alive))[order]
         sample, mean = (jnp.zeros_like(values).at[order].set(values) for values in (sample, mean))
         if self.whole:
             weights = jax.nn.softmax(jnp.where(alive, sample, -jnp.inf))
