@@ -1,7 +1,7 @@
 """What FedDRL's server costs (the paper's Figure 9), measured in one run:  python benchmarks/server.py
 
-1. averaging the models of K clients of FedDRL's CNN, the agent's decision about their weights, and its lesson after a
-   round, at a memory of 1,000 rounds (`atoll reproduce feddrl/fig9` has VGG-11 too)
+1. averaging the models of K clients of FedDRL's CNN, the agent's decision about their weights, its lesson after a
+   round, at a memory of 1,000 rounds (`atoll reproduce feddrl/fig9` has VGG-11 too), and the crowd around each client
 2. a round of training with the agent, learning or not, against one by samples: the lesson runs beside the training
 """
 

@@ -17,6 +17,7 @@ from ..errors import check_counts
 from ..problems.models import MODELS
 from ..report.report import COLOURS
 from ..server import Reports, Server
+from ..server.unlike import crowd
 from .cells import Cell, Track, run_cells
 from .show import Shown, finish, header, row
 
@@ -80,7 +81,7 @@ class Fig9(Shown):
 
 
 def server_times(network: str, cohort: int, repeats: int) -> dict[str, float]:
-    """Milliseconds to average the models of a cohort, to decide their weights, and of a lesson."""
+    """Milliseconds to average the models of a cohort, to decide their weights, of a lesson, and to see who is alike."""
     shape, classes = NETWORKS[network]
     params = MODELS[network]().init(jax.random.key(0), shape, classes)
     updates = jax.tree.map(lambda p: 0.01 * jax.random.normal(jax.random.key(1), (cohort, *p.shape)), params)
@@ -93,7 +94,8 @@ def server_times(network: str, cohort: int, repeats: int) -> dict[str, float]:
     decision = _milliseconds(partial(decide, state), repeats)
     memory = state.replay._replace(priority=jnp.ones_like(state.replay.priority), written=jnp.asarray(1000))
     lesson = _milliseconds(partial(jax.jit(agent.weighting.teach), state._replace(replay=memory)), 3)
-    return {"aggregation": aggregation, "decision": decision, "lesson": lesson}
+    likeness = _milliseconds(partial(jax.jit(crowd), updates, reports.alive), repeats)
+    return {"aggregation": aggregation, "decision": decision, "lesson": lesson, "crowd": likeness}
 
 
 def _cell(network: str, cohort: int, repeats: int) -> Cell:
