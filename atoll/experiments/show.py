@@ -1,6 +1,7 @@
 """How reproductions show their results: rows of Markdown, curves over seeds."""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from .cells import Cell, interval
+
+_LABEL = 32  # letters in a line of a legend: methods with many settings are longer
 
 
 def written(folder: Path, kind: str, text: str, cells: list[Cell], picture: Figure) -> str:
@@ -83,7 +86,8 @@ def band(
 def finish(axes: Any, title: str, x: str, y: str) -> None:
     """Titles, legend and grid."""
     axes.set(title=title, xlabel=x, ylabel=y)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=9)
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        axes.legend(handles, [textwrap.fill(label, _LABEL) for label in labels], frameon=False, fontsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
