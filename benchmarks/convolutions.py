@@ -1,10 +1,10 @@
 """Ways to convolve when every client has filters of its own: training images a second of FedDRL's CNN with each.
 
-    python benchmarks/convolutions.py [--clients 80] [--steps 50] [patches] [rows] [native]
+    python benchmarks/convolutions.py [--clients 80] [--steps 50] [atoll] [patches] [rows] [native]
 
-patches: all views of an image, times one matrix (what `atoll.problems.models.conv` does); rows: views along the width
-only, and a product for every row of the filter; native: XLA's convolution. Clients take turns on a CPU and are side by
-side on a GPU, as in Atoll.
+atoll: what `atoll.problems.convolution.conv_pool` does on this device; patches: all views of an image, times one
+matrix; rows: views along the width only, and a product for every row of the filter; native: XLA's convolution. Clients
+take turns on a CPU and are side by side on a GPU, as in Atoll.
 """
 
 import argparse
@@ -17,16 +17,19 @@ import optax
 
 from atoll.algorithms.base import descend
 from atoll.engines.local import LocalEngine
-from atoll.problems import models
+from atoll.problems import convolution, models
 
 BATCH, CLASSES = 10, 10
 Conv = Callable[..., jax.Array]
 
 
-def rows(x: jax.Array, w: jax.Array, b: jax.Array | None = None, padding: str = "VALID") -> jax.Array:
-    """As `models.conv`, unpadded, with as many times fewer patches in memory as a filter has rows."""
-    assert b is None
-    assert padding == "VALID"
+def patches(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Unpadded, by products of matrices."""
+    return convolution._patches(x, w, "VALID")
+
+
+def rows(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Unpadded, with as many times fewer patches in memory as a filter has rows."""
     height, width, cin, cout = w.shape
     tall, wide = x.shape[1] - height + 1, x.shape[2] - width + 1
     views = jnp.concatenate([x[:, :, j : j + wide] for j in range(width)], axis=3)  # [B, H, W', width * cin]
@@ -34,18 +37,27 @@ def rows(x: jax.Array, w: jax.Array, b: jax.Array | None = None, padding: str = 
     return sum(products, start=jnp.zeros(()))
 
 
-def native(x: jax.Array, w: jax.Array, b: jax.Array | None = None, padding: str = "VALID") -> jax.Array:
-    """As `models.conv`, by XLA's own convolution."""
-    assert b is None
-    return jax.lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def native(x: jax.Array, w: jax.Array) -> jax.Array:
+    """By XLA's own convolution."""
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-WAYS: dict[str, Conv] = {"patches": models.conv, "rows": rows, "native": native}
+def block(conv: Conv) -> Conv:
+    """Convolution, pool and ReLU."""
+    return lambda x, w, b: jax.nn.relu(convolution.max_pool(conv(x, w)) + b)
+
+
+WAYS: dict[str, Conv] = {
+    "atoll": convolution.conv_pool,
+    "patches": block(patches),
+    "rows": block(rows),
+    "native": block(native),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", help="patches, rows, native (default: all)")
+    parser.add_argument("ways", nargs="*", help="atoll, patches, rows, native (default: all)")
     parser.add_argument("--clients", type=int, default=80)
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
@@ -56,7 +68,7 @@ def main() -> None:
         parser.error(f"clients is {options.clients}, steps {options.steps}; both must be at least 1")
     print(jax.devices()[0].device_kind, f"{options.clients} clients, batches of {BATCH}", flush=True)
     for way in options.ways or WAYS:
-        models.conv = WAYS[way]
+        models.conv_pool = WAYS[way]
         compiled, rate = speed(options.clients, options.steps)
         print(f"{way}: {rate:,.0f} images/s; {compiled:.1f} s to compile", flush=True)
 

@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 from atoll.errors import AtollError
-from atoll.problems.models import MODELS, Cnn, Logistic, Mlp, Vgg11, conv, max_pool
+from atoll.problems.convolution import conv, conv_pool, max_pool
+from atoll.problems.models import MODELS, Cnn, Logistic, Mlp, Vgg11
 
 # One of each kind, with the smallest sample it can take.
 EACH = [
@@ -84,14 +85,48 @@ def assert_same_value_and_gradients(ours, reference, arguments):
         ((3, 6, 6, 4), (3, 3, 4, 2)),
         ((1, 5, 4, 2), (2, 3, 2, 5)),
         ((2, 3, 3, 2), (1, 1, 2, 3)),
+        ((9, 12, 12, 8), (5, 5, 8, 3)),
+        ((20, 5, 6, 9), (3, 3, 9, 2)),
     ],
 )
-def test_conv_is_the_convolution(image, kernel, padding):
+def test_conv_is_the_convolution_with_and_without_pool(image, kernel, padding):
     with jax.enable_x64(True):
         arguments = [jnp.asarray(normal(s)) for s in (image, kernel, kernel[-1:])]
         assert_same_value_and_gradients(
             lambda x, w, b: conv(x, w, b, padding), lambda x, w, b: reference_conv(x, w, b, padding), arguments
         )
+        assert_same_value_and_gradients(
+            lambda x, w, b: conv_pool(x, w, b, padding),
+            lambda x, w, b: jax.nn.relu(reference_pool(reference_conv(x, w, b, padding))),
+            arguments,
+        )
+
+
+def test_large_convolutions_of_a_cpu_are_made_in_tiles_and_small_ones_are_not():
+    def multiplications(batch, channels):
+        x, w, b = jnp.ones((batch, 12, 12, channels)), jnp.ones((5, 5, channels, 64)), jnp.ones(64)
+        cost = jax.jit(conv_pool).lower(x, w, b).compile().cost_analysis()
+        return cost["flops"] / (2 * 64 * 25 * batch * channels * 64)
+
+    assert multiplications(10, 64) < 0.6
+    assert multiplications(10, 1) > 0.9
+    assert multiplications(1, 64) > 0.9
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_tiles_round_little(size):
+    x, w = jnp.float32(normal((12, 11, 11, 16))), jnp.float32(normal((size, size, 16, 8)))
+    expected = reference_conv(x, w, 0, "VALID")
+    assert abs(conv(x, w) - expected).max() < 2e-6 * abs(expected).max()
+
+
+@pytest.mark.parametrize("shape", [(13, 12, 10, 8), (1, 6, 6, 1)])
+def test_where_more_than_one_of_a_pool_is_largest_the_first_learns(shape):
+    w = jnp.zeros((3, 3, shape[-1], 2))
+    x = jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape)
+    gradient = jax.jit(jax.grad(lambda w: conv_pool(x, w, jnp.ones(2), "VALID").sum()))(w)
+    first = x[:, :-2:2, :-2:2]
+    np.testing.assert_allclose(gradient[0, 0, :, 0], first.sum((0, 1, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 4, 3), (1, 6, 2, 1), (2, 5, 7, 2), (3, 2, 3, 4)])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from atoll import errors
+from atoll.problems.convolution import conv, conv_pool
 
 Params = dict[str, Any]
 Layer = dict[str, Array]
@@ -34,45 +35,6 @@ class Model(Protocol):
 
     def apply(self, params: Params, x: Array, key: Array | None = None) -> Array:
         """Logits [B, classes] of x [B, *shape]; a `key` switches dropout on (training), None is evaluation."""
-
-
-def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> Array:
-    """Stride-1 convolution of x [B, H, W, Cin] with w [h, w, Cin, Cout], plus b [Cout] -> [B, H', W', Cout].
-
-    `padding` is "VALID" (none) or "SAME" (zeros). Written as patches x matrix because `lax.conv` inside scan, map or
-    vmap is more than ten times slower on a CPU. Views are stacked along the width and then along the height: as fast
-    as all h * w at once and half the time to compile. A gather would do too, but its gradient is a scatter, whose sums
-    on a GPU come in any order. The barrier keeps a GPU from making what comes before once per patch, and the sum over
-    patches, in the gradient, once per use.
-    """
-    height, width, cin, cout = w.shape
-    if padding == "SAME":
-        x = jnp.pad(x, ((0, 0), ((height - 1) // 2, height // 2), ((width - 1) // 2, width // 2), (0, 0)))
-    elif padding != "VALID":
-        raise errors.unknown("padding", padding, ("SAME", "VALID"))
-    rows, cols = x.shape[1] - height + 1, x.shape[2] - width + 1
-    x = jax.lax.optimization_barrier(x)
-    x = jnp.stack([x[:, :, j : j + cols] for j in range(width)], axis=3)
-    x = jnp.stack([x[:, i : i + rows] for i in range(height)], axis=3)
-    y = x.reshape(-1, height * width * cin) @ w.reshape(-1, cout)
-    return (y if b is None else y + b).reshape(-1, rows, cols, cout)
-
-
-def max_pool(x: Array) -> Array:
-    """2x2 max pool with stride 2: [B, H, W, C] -> [B, H // 2, W // 2, C]; an odd last row or column is dropped."""
-    batch, rows, cols, channels = x.shape
-    x = x[:, : rows // 2 * 2, : cols // 2 * 2].reshape(batch, rows // 2, 2, cols // 2, 2, channels)
-    return _larger(_larger(x[:, :, 0, :, 0], x[:, :, 0, :, 1]), _larger(x[:, :, 1, :, 0], x[:, :, 1, :, 1]))
-
-
-def _larger(a: Array, b: Array) -> Array:
-    # Not jnp.maximum, whose gradient shares ties out with two more comparisons: here, as in PyTorch, the first wins.
-    return jnp.where(a >= b, a, b)
-
-
-def _conv_pool(x: Array, layer: Layer, padding: str = "VALID") -> Array:
-    # max commutes with the bias and with ReLU, and after the pool both have a quarter of the work.
-    return jax.nn.relu(max_pool(conv(x, layer["w"], padding=padding)) + layer["b"])
 
 
 def _dropout(x: Array, rate: float, key: Array | None) -> Array:
@@ -215,7 +177,7 @@ class Cnn:
         """Logits [B, classes] of x [B, height, width, channels]."""
         (fc,) = params["body"]["fc"]
         for layer in params["body"]["conv"]:
-            x = _conv_pool(x, layer)
+            x = conv_pool(x, layer["w"], layer["b"])
         x = jax.nn.relu(_affine(_dropout(_flat(x), self.dropout, key), fc))
         return _affine(x, params["head"])
 
@@ -262,7 +224,7 @@ class Vgg11:
         for block in params["body"]["conv"]:
             for layer in block[:-1]:
                 x = jax.nn.relu(conv(x, layer["w"], layer["b"], "SAME"))
-            x = _conv_pool(x, block[-1], "SAME")
+            x = conv_pool(x, block[-1]["w"], block[-1]["b"], "SAME")
         x = _flat(x)
         keys = [None, None] if key is None else jax.random.split(key)
         for layer, k in zip(params["body"]["fc"], keys, strict=True):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import require
-from ..problems.models import conv
+from ..problems.convolution import conv
 from ..settings import settings
 
 Params = Any
