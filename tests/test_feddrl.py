@@ -194,6 +194,18 @@ def test_singleset_has_as_many_epochs_as_the_others_at_any_scale() -> None:
             )
 
 
+def test_an_item_with_another_network_changes_it_alone_and_has_results_of_its_own() -> None:
+    usual, small = (feddrl.Table3(scale="paper", model=model) for model in ("", "cnn"))
+    before, after = usual.jobs(), small.jobs()
+    assert not before.keys() & after.keys()
+    for old, new in zip(before.values(), after.values(), strict=True):
+        problem = dataclasses.replace(old.federation.problem, model="cnn")  # type: ignore[type-var]
+        assert new.federation == dataclasses.replace(old.federation, problem=problem)
+    job = next(iter(after.values()))
+    title = feddrl._title("cifar100", [job.about | {"curve": CURVE, "seconds": 6.0}])
+    assert title == "### cifar100 (cnn, 1000 rounds, 1 seeds, 0.1 min)"
+
+
 def test_a_method_has_one_name_however_it_is_typed() -> None:
     item = feddrl.Table3(methods=("feddrl(batch=16,reward=standard)", "FedAvg", "feddrl( batch=16 , reward=standard)"))
     assert item.chosen.methods == ("feddrl(batch=16, reward=standard)", "FedAvg")
@@ -209,6 +221,8 @@ def test_a_method_has_one_name_however_it_is_typed() -> None:
         (["--methods", "feddrl(bacth=3)"], "there is no setting 'bacth'"),
         (["--methods", "two-stage  FedDLR"], "did you mean 'FedDRL'"),
         (["--methods", "two-stage FedAvg"], "FedAvg has no agent to train; use two-stage FedDRL"),
+        (["--model", "cmn"], "unknown model 'cmn'; did you mean 'cnn'?"),
+        (["--model", "cnn(dropout=2)"], "dropout is 2"),
         (["--clients", "20"], "clients is 20; the paper has federations of 10 and of 100"),
         (["--rounds", "0"], "rounds is 0"),
     ],

@@ -21,6 +21,7 @@ from ..federation import Evaluation, Federation, Record
 from ..fleet import Fleet
 from ..machine import cores
 from ..problems import Classification
+from ..problems.models import MODELS
 from ..problems.partition import PARTITIONS, ClusteredEqual
 from ..recipes import recipe
 from ..report.report import COLOURS
@@ -119,6 +120,8 @@ class Item(Shown):
     methods: tuple[str, ...] = ()
     """SingleSet, FedAvg, FedProx, FedDRL, or weightings as "feddrl(batch=16)" (default: those of the paper's item);
     "two-stage FedDRL" has an agent that was trained with the experience of two runs of its own before"""
+    model: str = ""
+    """another network than the scale's, as cnn instead of CIFAR-100's vgg11 where there is no GPU"""
     seeds: int | None = None
     """number of seeds; None: the scale's"""
     rounds: int | None = None
@@ -148,6 +151,8 @@ class Item(Shown):
             rule = parse_spec("method", WEIGHTINGS, _what(method)[1])
             able = isinstance(rule, FedDrl) or not method.startswith(TWO_STAGE)
             require(able, f"method is '{method}', but {_bare(method)} has no agent to train; use two-stage FedDRL")
+        if self.model:
+            parse_spec("model", MODELS, self.model)
         check_counts(seeds=self.seeds, rounds=self.rounds, together=self.together)
 
     @property
@@ -182,6 +187,8 @@ class Item(Shown):
         rounds, every = self.rounds or (1000 if self.scale == "paper" else 40), 5
         if self.scale == "quick":
             f, every = _small(f, data), 1
+        if self.model:
+            f = dataclasses.replace(f, problem=dataclasses.replace(_dealt(f)[0], model=self.model))
         if method == "SingleSet":  # as many epochs: with 10 of 100 clients in a round, a tenth of the rounds
             rounds, every = max(1, rounds * f.cohort // clients), max(1, every * f.cohort // clients)
         evaluation = Evaluation(every=every, steps=0)
@@ -200,9 +207,11 @@ class Item(Shown):
         found = {}
         for setting, method, value, seed in itertools.product(self.settings, self.chosen.methods, self.values, seeds):
             varied = {self.varies: value} if self.varies else {}
-            about = setting._asdict() | {"method": method} | varied | {"seed": seed}
+            named = {"model": self.model} if self.model else {}
+            about = setting._asdict() | named | {"method": method} | varied | {"seed": seed}
             words = [
-                f"{key}{word}" if key not in ("data", "partition", "method") else word for key, word in about.items()
+                f"{key}{word}" if key not in ("data", "partition", "model", "method") else word
+                for key, word in about.items()
             ]
             federation = dataclasses.replace(self.federation(setting, method, value), seed=seed)
             workers = 2 if method.startswith(TWO_STAGE) else 0  # the paper's
@@ -555,4 +564,5 @@ def _rounds(cells: list[Cell]) -> int:
 
 def _title(text: str, cells: list[Cell]) -> str:
     seeds, minutes = len({cell["seed"] for cell in cells}), sum(cell["seconds"] for cell in cells) / 60
-    return f"### {text} ({_rounds(cells)} rounds, {seeds} seeds, {minutes:.1f} min)"
+    model = f"{cells[0]['model']}, " if "model" in cells[0] else ""
+    return f"### {text} ({model}{_rounds(cells)} rounds, {seeds} seeds, {minutes:.1f} min)"
