@@ -1,10 +1,11 @@
 """Ways to convolve when every client has filters of its own: training images a second of FedDRL's CNN with each.
 
-    python benchmarks/convolutions.py [--clients 80] [--steps 50] [atoll] [patches] [rows] [native]
+    python benchmarks/convolutions.py [--clients 80] [--steps 50] [atoll] [tiles] [patches] [rows] [native]
 
-atoll: what `atoll.problems.convolution.conv_pool` does on this device; patches: all views of an image, times one
-matrix; rows: views along the width only, and a product for every row of the filter; native: XLA's convolution. Clients
-take turns on a CPU and are side by side on a GPU, as in Atoll.
+atoll: what `atoll.problems.convolution.conv_pool` does on this device; tiles: minimal filtering, what it does on a CPU;
+patches: all views of an image, times one matrix, what it does on a GPU; rows: views along the width only, and a product
+for every row of the filter; native: XLA's convolution. Clients take turns on a CPU and are side by side on a GPU, as in
+Atoll.
 """
 
 import argparse
@@ -47,8 +48,15 @@ def block(conv: Conv) -> Conv:
     return lambda x, w, b: jax.nn.relu(convolution.max_pool(conv(x, w)) + b)
 
 
+def tiles(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """In tiles, but for images as they come."""
+    pooled = convolution._pooled_products if w.shape[2] <= 3 else convolution._pooled_tiles
+    return jax.nn.relu(pooled(x, w, "VALID") + b)
+
+
 WAYS: dict[str, Conv] = {
     "atoll": convolution.conv_pool,
+    "tiles": tiles,
     "patches": block(patches),
     "rows": block(rows),
     "native": block(native),
@@ -57,7 +65,7 @@ WAYS: dict[str, Conv] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", help="atoll, patches, rows, native (default: all)")
+    parser.add_argument("ways", nargs="*", help="atoll, tiles, patches, rows, native (default: all)")
     parser.add_argument("--clients", type=int, default=80)
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()

@@ -24,7 +24,7 @@ from .. import errors
 _TILE = 4  # outputs of a tile along an axis
 # Where polynomials are evaluated, beside infinity, for filters of 3 and of 5: those that round least.
 _POINTS = {3: (0, 1, -1, 1 / 2, -2), 5: (0, 1, -1, 1 / 2, -1 / 2, 2, -2)}
-_CHANNELS, _ROWS = 8, 32  # of the input, and of tiles in a batch: with fewer, tiles cost more than they save
+_CHANNELS, _ROWS = 8, 32  # of the input, and tiles of a batch: with fewer of either, tiles cost more than they save
 
 
 def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> Array:
@@ -33,7 +33,7 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
     `padding` is "VALID" (none) or "SAME" (zeros).
     """
     rows, cols = _outputs(x, w, padding)
-    if _in_tiles(x, w, rows, cols):
+    if jax.default_backend() == "cpu" and _worth_tiles(x, w, rows, cols):
         tiles = _tiles(x, w, padding, rows, cols, range(_TILE))
         _, _, down, across, batch, channels = tiles.shape
         y = tiles.transpose(4, 2, 0, 3, 1, 5).reshape(batch, down * _TILE, across * _TILE, channels)[:, :rows, :cols]
@@ -47,15 +47,8 @@ def conv_pool(x: Array, w: Array, b: Array, padding: str = "VALID") -> Array:
     rows, cols = (size // 2 for size in _outputs(x, w, padding))
     if jax.default_backend() != "cpu":
         pooled = max_pool(_patches(x, w, padding))
-    elif _in_tiles(x, w, 2 * rows, 2 * cols):
-        even_then_odd = (*range(0, _TILE, 2), *range(1, _TILE, 2))
-        tiles = _tiles(x, w, padding, 2 * rows, 2 * cols, even_then_odd)
-        half, (down, across, batch, channels) = _TILE // 2, tiles.shape[2:]
-        tiles = tiles.reshape(2, half, 2, half, *tiles.shape[2:]).swapaxes(1, 2)
-        pooled = _largest(tiles.reshape(4, half, half, *tiles.shape[4:])).transpose(4, 2, 0, 3, 1, 5)
-        pooled = pooled.reshape(batch, down * half, across * half, channels)[:, :rows, :cols]
     else:
-        pooled = _pooled_products(x, w, padding, rows, cols)
+        pooled = (_pooled_tiles if _worth_tiles(x, w, rows * 2, cols * 2) else _pooled_products)(x, w, padding)
     # max commutes with the bias and with ReLU, and after the pool both have a quarter of the work.
     return jax.nn.relu(pooled + b)
 
@@ -72,9 +65,9 @@ def _larger(a: Array, b: Array) -> Array:
     return jnp.where(a >= b, a, b)
 
 
-def _largest(x: Array, axis: int = 0) -> Array:
-    """The largest over an axis of four. The gradient of a split is made in one go, that of four slices in seven."""
-    a, b, c, d = (part.squeeze(axis) for part in lax.split(x, (1, 1, 1, 1), axis))
+def _largest(x: Array) -> Array:
+    """The largest of x [4, ...] -> [...]. The gradient of a split is made in one go, that of four slices in seven."""
+    a, b, c, d = (part[0] for part in lax.split(x, (1, 1, 1, 1)))
     return _larger(_larger(a, b), _larger(c, d))
 
 
@@ -108,12 +101,13 @@ def _patches(x: Array, w: Array, padding: str) -> Array:
     return (x.reshape(-1, height * width * cin) @ w.reshape(-1, cout)).reshape(-1, rows, cols, cout)
 
 
-def _pooled_products(x: Array, w: Array, padding: str, rows: int, cols: int) -> Array:
-    """Pool of patches x matrix, [B, rows, cols, Cout]: what is pooled together comes from products one after another.
+def _pooled_products(x: Array, w: Array, padding: str) -> Array:
+    """Pool of patches x matrix: what is pooled together comes from products one after another.
 
-    Channels come first, which suits the few of an image: a row of the patches is then a row of the image.
+    A row of the patches is made of rows of the images, which suits the few channels of an image.
     """
     (height, width, cin, cout), batch = w.shape, x.shape[0]
+    rows, cols = (size // 2 for size in _outputs(x, w, padding))
     tall, wide = rows + height // 2, cols + width // 2  # of each of the four images that x is dealt out to
     x = _cut(x.transpose(3, 1, 2, 0), (1, 2), (height, width), padding, (2 * tall, 2 * wide))
     x = x.reshape(cin, tall, 2, wide, 2, batch).transpose(2, 4, 0, 1, 3, 5)
@@ -137,12 +131,21 @@ def _cut(x: Array, axes: tuple[int, int], filters: tuple[int, int], padding: str
     return lax.pad(x, jnp.zeros((), x.dtype), margins)
 
 
-def _in_tiles(x: Array, w: Array, rows: int, cols: int) -> bool:
-    """Whether tiles are the faster way to outputs of this size."""
+def _pooled_tiles(x: Array, w: Array, padding: str) -> Array:
+    """Pool of a convolution in tiles, whose even and odd rows and columns are made one after the other."""
+    rows, cols = (size // 2 for size in _outputs(x, w, padding))
+    tiles = _tiles(x, w, padding, 2 * rows, 2 * cols, (*range(0, _TILE, 2), *range(1, _TILE, 2)))
+    half, (down, across, batch, channels) = _TILE // 2, tiles.shape[2:]
+    tiles = tiles.reshape(2, half, 2, half, *tiles.shape[2:]).swapaxes(1, 2)
+    pooled = _largest(tiles.reshape(4, half, half, *tiles.shape[4:])).transpose(4, 2, 0, 3, 1, 5)
+    return pooled.reshape(batch, down * half, across * half, channels)[:, :rows, :cols]
+
+
+def _worth_tiles(x: Array, w: Array, rows: int, cols: int) -> bool:
+    """Whether tiles are a CPU's faster way to outputs of this size."""
     height, width, cin, _ = w.shape
     known = height == width and height in _POINTS
-    tiles = x.shape[0] * -(-rows // _TILE) * -(-cols // _TILE)
-    return jax.default_backend() == "cpu" and known and cin >= _CHANNELS and tiles >= _ROWS
+    return known and cin >= _CHANNELS and x.shape[0] * -(-rows // _TILE) * -(-cols // _TILE) >= _ROWS
 
 
 def _tiles(x: Array, w: Array, padding: str, rows: int, cols: int, order: Sequence[int]) -> Array:
