@@ -15,6 +15,7 @@ from atoll.fleet import Fleet
 from atoll.problems.quadratic import QuadraticProblem
 from atoll.server import Reports, Weighting
 from atoll.server.robust import _partners
+from atoll.server.weighting import inner_products
 from atoll.settings import parse_spec, spec
 
 COHORT, CLIENTS = 9, 20
@@ -462,3 +463,18 @@ def test_clients_whose_losses_are_absurd_do_not_count(name: str, lie: float, mon
     assert all(0 < record["counted"] < 9 for record in records)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((run.params, run.state.weighting)) if leaf.ndim)
     assert all(None in record["losses"] for record in records)  # of those who do not count nothing is told
+
+
+def test_inner_products_of_long_updates_are_those_of_all_their_parts() -> None:
+    rng = np.random.default_rng(0)
+    for size in (3, 1 << 14, (1 << 15) + 7):
+        updates = {
+            "a": rng.normal(size=(4, size)).astype(np.float32),
+            "b": rng.normal(size=(4, 2, 5)).astype(np.float32),
+        }
+        whole = np.concatenate([leaf.reshape(4, -1) for leaf in updates.values()], 1).astype(float)
+        products, alive = inner_products(jax.tree.map(jnp.asarray, updates), jnp.array([True, True, False, True]))
+        expected = whole @ whole.T
+        expected[2] = expected[:, 2] = 0
+        np.testing.assert_allclose(products, expected, atol=1e-5 * size)
+        assert alive.tolist() == [True, True, False, True]
