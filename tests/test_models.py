@@ -113,6 +113,25 @@ def test_large_convolutions_of_a_cpu_are_made_in_tiles_and_small_ones_are_not():
     assert multiplications(1, 64) > 0.9
 
 
+def test_the_blocks_have_second_derivatives_which_exact_meta_learning_takes():
+    with jax.enable_x64(True):
+        x, w, direction = (jnp.asarray(normal(s)) for s in ((9, 12, 12, 8), (5, 5, 8, 3), (5, 5, 8, 3)))
+
+        def products(block):
+            def loss(w):
+                return jnp.sum(jnp.sin(block(x, w, jnp.ones(3))))
+
+            return jax.jvp(jax.grad(loss), (w,), (direction,))[1]
+
+        ours, expected = jax.jit(
+            lambda: (
+                products(conv_pool),
+                products(lambda x, w, b: jax.nn.relu(reference_pool(reference_conv(x, w, b, "VALID")))),
+            )
+        )()
+    np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("size", [3, 5])
 def test_tiles_round_little(size):
     x, w = jnp.float32(normal((12, 11, 11, 16))), jnp.float32(normal((size, size, 16, 8)))
