@@ -26,7 +26,7 @@ Conv = Callable[..., jax.Array]
 
 def patches(x: jax.Array, w: jax.Array) -> jax.Array:
     """Unpadded, by products of matrices."""
-    return convolution._patches(x, w, "VALID")
+    return convolution._patches(x, w, None, "VALID")
 
 
 def rows(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -103,14 +103,15 @@ def test_conv_is_the_convolution_with_and_without_pool(image, kernel, padding):
 
 
 def test_large_convolutions_of_a_cpu_are_made_in_tiles_and_small_ones_are_not():
-    def multiplications(batch, channels):
-        x, w, b = jnp.ones((batch, 12, 12, channels)), jnp.ones((5, 5, channels, 64)), jnp.ones(64)
+    def multiplications(batch, channels, size=12):
+        x, w, b = jnp.ones((batch, size, size, channels)), jnp.ones((5, 5, channels, 64)), jnp.ones(64)
         cost = jax.jit(conv_pool).lower(x, w, b).compile().cost_analysis()
-        return cost["flops"] / (2 * 64 * 25 * batch * channels * 64)
+        return cost["flops"] / (2 * (size - 4) ** 2 * 25 * batch * channels * 64)
 
     assert multiplications(10, 64) < 0.6
     assert multiplications(10, 1) > 0.9
     assert multiplications(1, 64) > 0.9
+    assert multiplications(99, 64, size=6) > 0.9  # a single pooled output saves nothing
 
 
 def test_the_blocks_have_second_derivatives_which_exact_meta_learning_takes():
@@ -134,9 +135,47 @@ def test_the_blocks_have_second_derivatives_which_exact_meta_learning_takes():
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_tiles_round_little(size):
-    x, w = jnp.float32(normal((12, 11, 11, 16))), jnp.float32(normal((size, size, 16, 8)))
-    expected = reference_conv(x, w, 0, "VALID")
-    assert abs(conv(x, w) - expected).max() < 2e-6 * abs(expected).max()
+    x, w = jnp.float32(normal((12, 11, 11, 64))), jnp.float32(normal((size, size, 64, 8)))
+
+    def both(convolve):
+        value, pull = jax.vjp(convolve, x, w)
+        return value, *pull(jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape))
+
+    for ours, expected in zip(both(conv), both(lambda x, w: reference_conv(x, w, 0, "VALID")), strict=True):
+        assert abs(ours - expected).max() < 1e-5 * abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16, jnp.int32])
+def test_numbers_that_tiles_would_spoil_are_multiplied_as_they_are(kind):
+    x, w = jnp.asarray(5 * normal((40, 8, 8, 8)), kind), jnp.asarray(5 * normal((3, 3, 8, 2)), kind)
+    expected = reference_conv(*(jnp.asarray(part, jnp.float32) for part in (x, w)), 0, "VALID")
+    assert abs(conv(x, w) - expected).max() <= (0 if kind == jnp.int32 else 0.01) * abs(expected).max()
+
+
+def test_clients_have_filters_of_their_own_side_by_side_or_one_after_another():
+    x, w, b = (jnp.float32(normal(shape)) for shape in ((3, 9, 12, 12, 8), (3, 5, 5, 8, 4), (3, 4)))
+    alone = jnp.stack([conv_pool(*arrays) for arrays in zip(x, w, b, strict=True)])
+    np.testing.assert_allclose(jax.vmap(conv_pool)(x, w, b), alone, atol=1e-4)
+    np.testing.assert_allclose(lax.map(lambda arrays: conv_pool(*arrays), (x, w, b)), alone, atol=1e-4)
+
+
+def test_an_image_that_is_not_finite_spoils_no_other():
+    x, w, b = (jnp.float32(normal(shape)) for shape in ((9, 12, 12, 8), (5, 5, 8, 4), (4,)))
+    spoilt = conv_pool(x.at[4, 3, 3].set(jnp.nan), w, b)
+    others = np.arange(9) != 4
+    np.testing.assert_array_equal(spoilt[others], conv_pool(x, w, b)[others])
+    assert jnp.isnan(spoilt[4]).any()
+
+
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_a_gpus_way_is_the_convolution_too(padding, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax.enable_x64(True):
+        assert_same_value_and_gradients(
+            lambda x, w, b: conv_pool(x, w, b, padding),
+            lambda x, w, b: jax.nn.relu(reference_pool(reference_conv(x, w, b, padding))),
+            [jnp.asarray(normal(s)) for s in ((9, 12, 11, 8), (5, 5, 8, 3), (3,))],
+        )
 
 
 @pytest.mark.parametrize("shape", [(13, 12, 10, 8), (1, 6, 6, 1)])
@@ -341,6 +380,9 @@ def test_registry_builds_the_defaults():
         (lambda: Cnn().init(jax.random.key(0), (28, 15, 1), 10), "at least 16x16"),
         (lambda: Vgg11().init(jax.random.key(0), (28, 28, 1), 10), "at least 32x32"),
         (lambda: conv(jnp.ones((1, 3, 3, 1)), jnp.ones((3, 3, 1, 1)), jnp.ones(1), "same"), "unknown padding 'same'"),
+        (lambda: conv_pool(jnp.ones((9, 9, 9, 8)), jnp.ones((3, 3, 8, 1)), jnp.ones(1), "same"), "unknown padding"),
+        (lambda: conv(jnp.ones((1, 3, 3, 2)), jnp.ones((3, 3, 1, 1))), "have other channels than filters"),
+        (lambda: conv_pool(jnp.ones((1, 5, 3, 1)), jnp.ones((3, 5, 1, 3)), jnp.ones(3)), "are larger than images"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(broken, message):

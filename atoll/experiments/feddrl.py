@@ -158,7 +158,8 @@ class Item(Shown):
     @property
     def folder(self) -> Path:
         """Where this item's results are; items that compare the methods share theirs."""
-        return self.out / f"feddrl-{self.kind if self.varies else 'methods'}-{self.scale}"
+        network = re.sub(r"[^\w.=]+", "_", f"-{self.model}") if self.model else ""
+        return self.out / f"feddrl-{self.kind if self.varies else 'methods'}-{self.scale}{network}"
 
     @property
     def chosen(self) -> Choice:
@@ -207,12 +208,11 @@ class Item(Shown):
         found = {}
         for setting, method, value, seed in itertools.product(self.settings, self.chosen.methods, self.values, seeds):
             varied = {self.varies: value} if self.varies else {}
-            named = {"model": self.model} if self.model else {}
-            about = setting._asdict() | named | {"method": method} | varied | {"seed": seed}
+            about = setting._asdict() | {"method": method} | varied | {"seed": seed}
             words = [
-                f"{key}{word}" if key not in ("data", "partition", "model", "method") else word
-                for key, word in about.items()
+                f"{key}{word}" if key not in ("data", "partition", "method") else word for key, word in about.items()
             ]
+            about |= {"model": self.model} if self.model else {}
             federation = dataclasses.replace(self.federation(setting, method, value), seed=seed)
             workers = 2 if method.startswith(TWO_STAGE) else 0  # the paper's
             found[re.sub(r"[^\w.=-]+", "_", "-".join(words))] = Job(
@@ -254,7 +254,8 @@ class Table3(Item):
     def text(self, cells: list[Cell]) -> str:
         """Accuracies, ours and the paper's, and whether the agent leads."""
         parts = [self._accuracies(data, [cell for cell in cells if cell["data"] == data]) for data in self.chosen.data]
-        notes = f"{WHAT}; in brackets its deviation between rounds, in italics the paper's."
+        whose = "the paper's with its networks" if self.model else "the paper's"
+        notes = f"{WHAT}; in brackets its deviation between rounds, in italics {whose}."
         return "\n\n".join([*parts, notes, *self._claims(cells)])
 
     def _accuracies(self, data: str, cells: list[Cell]) -> str:

@@ -5,8 +5,9 @@ product of matrices. There are two ways to one, and which is faster hangs on the
 
 - patches: all views of an image, stacked, times the filters. On a GPU, and where there is little to multiply.
 - tiles: minimal filtering (Toom, Cook, Winograd; Lavin and Gray 2016). Outputs are made in tiles of 4 x 4 out of
-  (r + 3) x (r + 3) products with a filter of r x r instead of 16 r^2: for r = 5 less than a sixth. Its sums are
-  rounded about twice as coarsely, in the seventh digit of float32.
+  (r + 3) x (r + 3) products with a filter of r x r instead of 16 r^2: for r = 5 less than a sixth. Sums are rounded 3
+  to 10 times as coarsely, gradients up to 20 times, in the sixth digit of float32, relative to the largest of a tile
+  and not to each sum. So which of several equal numbers is largest in a pool hangs on rounding there.
 
 Images are NHWC. Within a block on a CPU they are [H, W, B, C], so that what is cut out of them lies in long pieces.
 """
@@ -24,6 +25,7 @@ from .. import errors
 _TILE = 4  # outputs of a tile along an axis
 # Where polynomials are evaluated, beside infinity, for filters of 3 and of 5: those that round least.
 _POINTS = {3: (0, 1, -1, 1 / 2, -2), 5: (0, 1, -1, 1 / 2, -1 / 2, 2, -2)}
+_PRECISE = (jnp.float32, jnp.float64)  # shorter numbers would lose digits that their products still have
 _CHANNELS, _ROWS = 8, 32  # of the input, and tiles of a batch: with fewer of either, tiles cost more than they save
 
 
@@ -33,22 +35,23 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
     `padding` is "VALID" (none) or "SAME" (zeros).
     """
     rows, cols = _outputs(x, w, padding)
-    if jax.default_backend() == "cpu" and _worth_tiles(x, w, rows, cols):
-        tiles = _tiles(x, w, padding, rows, cols, range(_TILE))
-        _, _, down, across, batch, channels = tiles.shape
-        y = tiles.transpose(4, 2, 0, 3, 1, 5).reshape(batch, down * _TILE, across * _TILE, channels)[:, :rows, :cols]
-    else:
-        y = _patches(x, w, padding)
+    if not (_on_cpu() and _worth_tiles(x, w, rows, cols)):
+        return _patches(x, w, b, padding)
+    tiles = _tiles(x, w, padding, rows, cols, range(_TILE))
+    _, _, down, across, batch, channels = tiles.shape
+    y = tiles.transpose(4, 2, 0, 3, 1, 5).reshape(batch, down * _TILE, across * _TILE, channels)[:, :rows, :cols]
     return y if b is None else y + b
 
 
 def conv_pool(x: Array, w: Array, b: Array, padding: str = "VALID") -> Array:
     """`conv`, 2x2 max pool and ReLU: [B, H, W, Cin] -> [B, H' // 2, W' // 2, Cout]."""
     rows, cols = (size // 2 for size in _outputs(x, w, padding))
-    if jax.default_backend() != "cpu":
-        pooled = max_pool(_patches(x, w, padding))
+    if _on_cpu() and _worth_tiles(x, w, 2 * rows, 2 * cols):
+        pooled = _pooled_tiles(x, w, padding)
+    elif _on_cpu() and w.shape[2] < _CHANNELS:
+        pooled = _pooled_products(x, w, padding)
     else:
-        pooled = (_pooled_tiles if _worth_tiles(x, w, rows * 2, cols * 2) else _pooled_products)(x, w, padding)
+        pooled = max_pool(_patches(x, w, None, padding))
     # max commutes with the bias and with ReLU, and after the pool both have a quarter of the work.
     return jax.nn.relu(pooled + b)
 
@@ -58,6 +61,10 @@ def max_pool(x: Array) -> Array:
     batch, rows, cols, channels = x.shape
     x = x[:, : rows // 2 * 2, : cols // 2 * 2].reshape(batch, rows // 2, 2, cols // 2, 2, channels)
     return _larger(_larger(x[:, :, 0, :, 0], x[:, :, 0, :, 1]), _larger(x[:, :, 1, :, 0], x[:, :, 1, :, 1]))
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
 def _larger(a: Array, b: Array) -> Array:
@@ -80,12 +87,14 @@ def _margins(size: int, padding: str) -> tuple[int, int]:
 
 def _outputs(x: Array, w: Array, padding: str) -> tuple[int, int]:
     """Height and width of the convolution."""
+    errors.require(x.shape[3] == w.shape[2], f"images {x.shape} have other channels than filters {w.shape} take")
     rows, cols = (x.shape[1 + i] + sum(_margins(w.shape[i], padding)) - w.shape[i] + 1 for i in range(2))
+    errors.require(rows > 0 and cols > 0, f"filters {w.shape} are larger than images {x.shape}")
     return rows, cols
 
 
-def _patches(x: Array, w: Array, padding: str) -> Array:
-    """Patches x matrix.
+def _patches(x: Array, w: Array, b: Array | None, padding: str) -> Array:
+    """Patches x matrix, plus b.
 
     Views are stacked along the width and then along the height: as fast as all h * w at once and half the time to
     compile. A gather would do too, but its gradient is a scatter, whose sums on a GPU come in any order. The barrier
@@ -98,7 +107,8 @@ def _patches(x: Array, w: Array, padding: str) -> Array:
     x = lax.optimization_barrier(x)
     x = jnp.stack([x[:, :, j : j + cols] for j in range(width)], axis=3)
     x = jnp.stack([x[:, i : i + rows] for i in range(height)], axis=3)
-    return (x.reshape(-1, height * width * cin) @ w.reshape(-1, cout)).reshape(-1, rows, cols, cout)
+    y = x.reshape(-1, height * width * cin) @ w.reshape(-1, cout)
+    return (y if b is None else y + b).reshape(-1, rows, cols, cout)
 
 
 def _pooled_products(x: Array, w: Array, padding: str) -> Array:
@@ -118,12 +128,12 @@ def _pooled_products(x: Array, w: Array, padding: str) -> Array:
     views = [view(a + i, b + j) for i in range(height) for j in range(width) for a in range(2) for b in range(2)]
     patches = jnp.stack(views).reshape(height * width, 4, cin, rows * cols * batch)
     patches = patches.transpose(0, 2, 1, 3).reshape(height * width * cin, -1)
-    products = lax.dot_general(patches, w.reshape(-1, cout), (((0,), (0,)), ((), ())))
+    products = patches.T @ w.reshape(-1, cout)
     return _largest(products.reshape(4, rows, cols, batch, cout)).transpose(2, 0, 1, 3)
 
 
 def _cut(x: Array, axes: tuple[int, int], filters: tuple[int, int], padding: str, sizes: tuple[int, int]) -> Array:
-    """x, padded for filters of this size, and then with zeros or not all of it, so that its axes have these sizes."""
+    """x after the margins that filters of this size need before it, then filled with zeros or cut to these sizes."""
     margins = [(0, 0, 0)] * x.ndim
     for axis, size, length in zip(axes, filters, sizes, strict=True):
         before = _margins(size, padding)[0]
@@ -142,10 +152,13 @@ def _pooled_tiles(x: Array, w: Array, padding: str) -> Array:
 
 
 def _worth_tiles(x: Array, w: Array, rows: int, cols: int) -> bool:
-    """Whether tiles are a CPU's faster way to outputs of this size."""
+    """Whether tiles are a CPU's faster way to outputs of this size: they save half of the products, and are many."""
     height, width, cin, _ = w.shape
-    known = height == width and height in _POINTS
-    return known and cin >= _CHANNELS and x.shape[0] * -(-rows // _TILE) * -(-cols // _TILE) >= _ROWS
+    if height != width or height not in _POINTS or cin < _CHANNELS or jnp.result_type(x, w) not in _PRECISE:
+        return False
+    tiles = -(-rows // _TILE) * -(-cols // _TILE)
+    saves = height**2 * rows * cols >= 2 * (height + _TILE - 1) ** 2 * tiles
+    return saves and x.shape[0] * tiles >= _ROWS
 
 
 def _tiles(x: Array, w: Array, padding: str, rows: int, cols: int, order: Sequence[int]) -> Array:
@@ -156,11 +169,11 @@ def _tiles(x: Array, w: Array, padding: str, rows: int, cols: int, order: Sequen
     size, _, cin, cout = w.shape
     wide = size + _TILE - 1
     down, across = -(-rows // _TILE), -(-cols // _TILE)
-    outputs, filters, inputs = (matrix.astype(w.dtype) for matrix in _transforms(size))
+    outputs, filters, inputs = (matrix.astype(jnp.result_type(x, w)) for matrix in _transforms(size))
     lengths = (_TILE * down + size - 1, _TILE * across + size - 1)
     x = _cut(x.transpose(1, 2, 0, 3), (0, 1), (size, size), padding, lengths)
-    starts = [(_TILE * i, _TILE * j) for i in range(down) for j in range(across)]
-    x = jnp.stack([x[i : i + wide, j : j + wide] for i, j in starts], axis=2)
+    x = jnp.stack([x[:, _TILE * j : _TILE * j + wide] for j in range(across)], axis=2)
+    x = jnp.stack([x[_TILE * i : _TILE * i + wide] for i in range(down)], axis=2)
     u = _both_axes(inputs, x).reshape(wide * wide, -1, cin)
     v = _both_axes(filters, w).reshape(wide * wide, cin, cout)
     products = lax.dot_general(u, v, (((2,), (1,)), ((0,), (0,))))
@@ -180,8 +193,8 @@ def _both_axes(matrix: np.ndarray, x: Array) -> Array:
 def _transforms(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A^T [4, a], G [a, size] and B^T [a, a], a = size + 3: A^T ((G g) * (B^T d)) is d [a] filtered with g [size].
 
-    G g and A y are the values of two polynomials at a - 1 points and infinity, and their product times the inverse of
-    such values is their product's coefficients: a convolution. A filter is the transpose of it in d.
+    The values of two polynomials at a - 1 points and infinity, multiplied, give their product's coefficients by the
+    inverse of such values: a convolution. Filtering is the transpose, in d, of convolving with g.
     """
 
     def values(terms: int) -> np.ndarray:
