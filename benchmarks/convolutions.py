@@ -50,8 +50,9 @@ def block(conv: Conv) -> Conv:
 
 def tiles(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
     """In tiles, but for images as they come."""
-    pooled = convolution._pooled_products if w.shape[2] <= 3 else convolution._pooled_tiles
-    return jax.nn.relu(pooled(x, w, "VALID") + b)
+    if w.shape[2] <= 3:
+        return block(patches)(x, w, b)
+    return jax.nn.relu(convolution._pooled_tiles(x, w, "VALID") + b)
 
 
 WAYS: dict[str, Conv] = {

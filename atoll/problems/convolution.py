@@ -35,7 +35,7 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
     `padding` is "VALID" (none) or "SAME" (zeros).
     """
     rows, cols = _outputs(x, w, padding)
-    if not (_on_cpu() and _worth_tiles(x, w, rows, cols)):
+    if not _worth_tiles(x, w, rows, cols):
         return _patches(x, w, b, padding)
     tiles = _tiles(x, w, padding, rows, cols, range(_TILE))
     _, _, down, across, batch, channels = tiles.shape
@@ -46,10 +46,8 @@ def conv(x: Array, w: Array, b: Array | None = None, padding: str = "VALID") -> 
 def conv_pool(x: Array, w: Array, b: Array, padding: str = "VALID") -> Array:
     """`conv`, 2x2 max pool and ReLU: [B, H, W, Cin] -> [B, H' // 2, W' // 2, Cout]."""
     rows, cols = (size // 2 for size in _outputs(x, w, padding))
-    if _on_cpu() and _worth_tiles(x, w, 2 * rows, 2 * cols):
+    if _worth_tiles(x, w, 2 * rows, 2 * cols):
         pooled = _pooled_tiles(x, w, padding)
-    elif _on_cpu() and w.shape[2] < _CHANNELS:
-        pooled = _pooled_products(x, w, padding)
     else:
         pooled = max_pool(_patches(x, w, None, padding))
     # max commutes with the bias and with ReLU, and after the pool both have a quarter of the work.
@@ -61,10 +59,6 @@ def max_pool(x: Array) -> Array:
     batch, rows, cols, channels = x.shape
     x = x[:, : rows // 2 * 2, : cols // 2 * 2].reshape(batch, rows // 2, 2, cols // 2, 2, channels)
     return _larger(_larger(x[:, :, 0, :, 0], x[:, :, 0, :, 1]), _larger(x[:, :, 1, :, 0], x[:, :, 1, :, 1]))
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 def _larger(a: Array, b: Array) -> Array:
@@ -111,27 +105,6 @@ def _patches(x: Array, w: Array, b: Array | None, padding: str) -> Array:
     return (y if b is None else y + b).reshape(-1, rows, cols, cout)
 
 
-def _pooled_products(x: Array, w: Array, padding: str) -> Array:
-    """Pool of patches x matrix: what is pooled together comes from products one after another.
-
-    A row of the patches is made of rows of the images, which suits the few channels of an image.
-    """
-    (height, width, cin, cout), batch = w.shape, x.shape[0]
-    rows, cols = (size // 2 for size in _outputs(x, w, padding))
-    tall, wide = rows + height // 2, cols + width // 2  # of each of the four images that x is dealt out to
-    x = _cut(x.transpose(3, 1, 2, 0), (1, 2), (height, width), padding, (2 * tall, 2 * wide))
-    x = x.reshape(cin, tall, 2, wide, 2, batch).transpose(2, 4, 0, 1, 3, 5)
-
-    def view(i: int, j: int) -> Array:
-        return x[i % 2, j % 2, :, i // 2 : i // 2 + rows, j // 2 : j // 2 + cols]
-
-    views = [view(a + i, b + j) for i in range(height) for j in range(width) for a in range(2) for b in range(2)]
-    patches = jnp.stack(views).reshape(height * width, 4, cin, rows * cols * batch)
-    patches = patches.transpose(0, 2, 1, 3).reshape(height * width * cin, -1)
-    products = patches.T @ w.reshape(-1, cout)
-    return _largest(products.reshape(4, rows, cols, batch, cout)).transpose(2, 0, 1, 3)
-
-
 def _cut(x: Array, axes: tuple[int, int], filters: tuple[int, int], padding: str, sizes: tuple[int, int]) -> Array:
     """x after the margins that filters of this size need before it, then filled with zeros or cut to these sizes."""
     margins = [(0, 0, 0)] * x.ndim
@@ -152,9 +125,10 @@ def _pooled_tiles(x: Array, w: Array, padding: str) -> Array:
 
 
 def _worth_tiles(x: Array, w: Array, rows: int, cols: int) -> bool:
-    """Whether tiles are a CPU's faster way to outputs of this size: they save half of the products, and are many."""
+    """Whether tiles are the faster way to so many outputs: on a CPU, if many, and if they save half of the products."""
     height, width, cin, _ = w.shape
-    if height != width or height not in _POINTS or cin < _CHANNELS or jnp.result_type(x, w) not in _PRECISE:
+    known = height == width and height in _POINTS and jnp.result_type(x, w) in _PRECISE
+    if jax.default_backend() != "cpu" or not known or cin < _CHANNELS:
         return False
     tiles = -(-rows // _TILE) * -(-cols // _TILE)
     saves = height**2 * rows * cols >= 2 * (height + _TILE - 1) ** 2 * tiles
