@@ -234,6 +234,24 @@ def test_a_group_counts_once_however_many_clients_are_in_it() -> None:
     np.testing.assert_allclose(weights[:6], 1 / 18, rtol=1e-5)
 
 
+def test_who_is_alike_can_be_told_by_the_last_biases_alone() -> None:
+    rng, groups = np.random.default_rng(0), np.array([0, 0, 0, 0, 1, 2])
+    updates = {
+        "body": jnp.asarray(rng.normal(size=(6, 999)), jnp.float32),  # alike by chance only
+        "head": {"w": jnp.zeros((6, 2, 3)), "b": jnp.asarray(np.eye(3)[groups], jnp.float32)},
+    }
+    weights = {}
+    for part in ("all", "biases"):
+        rule = parse_spec("weighting", WEIGHTINGS, f"unlike(part={part})")
+        _, weights[part], _ = rule.combine(None, updates, _reports([True] * 6, np.ones(6)))
+    np.testing.assert_allclose(weights["biases"], [1 / 12] * 4 + [1 / 3] * 2, rtol=1e-5)
+    np.testing.assert_allclose(weights["all"], 1 / 6, rtol=0.05)
+    with pytest.raises(AtollError, match=r"unlike\(part=biases\) needs a model whose last layer has biases"):
+        _combine("unlike(part=biases)", np.ones((3, 13)), _reports([True] * 3, np.ones(3)))
+    with pytest.raises(AtollError, match="unknown part 'bias'; did you mean 'biases'"):
+        parse_spec("weighting", WEIGHTINGS, "unlike(part=bias)")
+
+
 def test_updates_of_no_length_or_beyond_all_bounds_are_like_nobody() -> None:
     rows = np.ones((4, 13))
     rows[2], rows[3] = 0, 1e25

@@ -5,12 +5,13 @@ FoolsGold (Fung et al., The Limitations of Federated Learning in Sybil Settings,
 keep out clients that one person invented; here it is to be fair to small groups.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from ..algorithms.base import check_not_negative
+from ..errors import require
 from ..problems.base import Params
 from ..settings import settings
 from .weighting import Reports, Weighting, inner_products, normalised, weighted_mean
@@ -27,13 +28,17 @@ class Unlike(Weighting):
     """
 
     power: float = 2.0
+    part: Literal["all", "biases"] = "all"
+    """what of an update tells who is alike: all of it, or the biases of the last layer, which tell a client's labels
+    also where the rest of two updates with the same labels has nothing in common, as with few samples of many labels"""
 
     def __post_init__(self) -> None:
         check_not_negative(power=self.power)
 
     def combine(self, state: Any, updates: Params, reports: Reports) -> tuple[Params, jax.Array, Any]:
         """Mean of the updates with these weights."""
-        weights = normalised(1 / crowd(updates, reports.alive, self.power), reports.alive)
+        seen = updates if self.part == "all" else _biases(updates)
+        weights = normalised(1 / crowd(seen, reports.alive, self.power), reports.alive)
         return weighted_mean(updates, weights), weights, state
 
 
@@ -46,3 +51,11 @@ def crowd(updates: Params, alive: jax.Array, power: jax.Array | float = 2.0) -> 
     likeness = jnp.where(cosines > 0, jnp.minimum(cosines, 1) ** power, 0)
     itself = jnp.eye(len(alive), dtype=bool)
     return jnp.sum(jnp.where(itself, 1.0, likeness), 1)
+
+
+def _biases(updates: Params) -> Params:
+    """Of the last layer, which is a model's head."""
+    head = updates.get("head") if isinstance(updates, dict) else None
+    biases = head.get("b") if isinstance(head, dict) else None
+    require(biases is not None, "weighting unlike(part=biases) needs a model whose last layer has biases; use part=all")
+    return biases
