@@ -105,15 +105,6 @@ def _patches(x: Array, w: Array, b: Array | None, padding: str) -> Array:
     return (y if b is None else y + b).reshape(-1, rows, cols, cout)
 
 
-def _cut(x: Array, axes: tuple[int, int], filters: tuple[int, int], padding: str, sizes: tuple[int, int]) -> Array:
-    """x after the margins that filters of this size need before it, then filled with zeros or cut to these sizes."""
-    margins = [(0, 0, 0)] * x.ndim
-    for axis, size, length in zip(axes, filters, sizes, strict=True):
-        before = _margins(size, padding)[0]
-        margins[axis] = (before, length - x.shape[axis] - before, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), margins)
-
-
 def _pooled_tiles(x: Array, w: Array, padding: str) -> Array:
     """Pool of a convolution in tiles, whose even and odd rows and columns are made one after the other."""
     rows, cols = (size // 2 for size in _outputs(x, w, padding))
@@ -144,8 +135,10 @@ def _tiles(x: Array, w: Array, padding: str, rows: int, cols: int, order: Sequen
     wide = size + _TILE - 1
     down, across = -(-rows // _TILE), -(-cols // _TILE)
     outputs, filters, inputs = (matrix.astype(jnp.result_type(x, w)) for matrix in _transforms(size))
-    lengths = (_TILE * down + size - 1, _TILE * across + size - 1)
-    x = _cut(x.transpose(1, 2, 0, 3), (0, 1), (size, size), padding, lengths)
+    before, _ = _margins(size, padding)
+    behind = (_TILE * n + size - 1 - length - before for n, length in zip((down, across), x.shape[1:3], strict=True))
+    margins = [*((before, after, 0) for after in behind), (0, 0, 0), (0, 0, 0)]  # what is behind may be cut off
+    x = lax.pad(x.transpose(1, 2, 0, 3), jnp.zeros((), x.dtype), margins)
     x = jnp.stack([x[:, _TILE * j : _TILE * j + wide] for j in range(across)], axis=2)
     x = jnp.stack([x[_TILE * i : _TILE * i + wide] for i in range(down)], axis=2)
     u = _both_axes(inputs, x).reshape(wide * wide, -1, cin)
